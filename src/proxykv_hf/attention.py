@@ -1,0 +1,330 @@
+"""The attention functions registered with transformers, and how a model is given them and gets back its own.
+
+For each back end (``sdpa``, ``eager``, …) there is one function, ``proxykv_<back end>``, with that
+back end's own mask function. A cache layer that wants a say in the attention over the keys that its
+``update`` returns announces them with `hand_over`; the attention function, finding those very keys
+among its arguments, lets the layer attend. All other calls go straight to the back end, so caches
+and threads on one model do not see each other.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .errors import UnsupportedModelError
+from .storage import RaggedStorage
+
+PREFIX = "proxykv_"
+
+#: What an attention function returns: output `[B, q, Q, Dv]`, and the weights or None.
+AttentionOutput = tuple[Tensor, Tensor | None]
+Backend = Callable[..., AttentionOutput]
+
+#: Keywords of attention functions that change the weights and that only the back end can honour.
+UNSUPPORTED_KEYWORDS = ("s_aux", "position_bias")
+
+
+class AttendingLayer(Protocol):
+    """A cache layer that takes part in the attention over its keys."""
+
+    def attend(
+        self,
+        backend: Backend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> AttentionOutput:
+        """Like an attention function: query `[B, Q, q, D]`, key and value as ``update`` returned them."""
+        ...
+
+
+class _ThreadState(threading.local):
+    handed: tuple[Tensor, AttendingLayer] | None = None
+    hidden: Tensor | None = None
+
+
+_thread = _ThreadState()
+
+
+def hand_over(key: Tensor, layer: AttendingLayer) -> None:
+    """Announce that ``key``, about to be returned by ``layer.update``, wants ``layer`` to attend.
+
+    Raises:
+        UnsupportedModelError: The keys announced before never came to an attention function.
+    """
+    check_consumed()
+    _thread.handed = (key, layer)
+
+
+def check_consumed() -> None:
+    """Raise if announced keys never came: their layer's share in the attention would be lost in silence."""
+    unconsumed, _thread.handed = _thread.handed, None
+    if unconsumed is not None:
+        raise UnsupportedModelError(
+            "expected the model's attention to hand the cache's keys to transformers' "
+            "AttentionInterface unchanged, but they never arrived there: the model computes attention "
+            "in its own way, or its attention implementation was set while a cache was open "
+            "(set it before the cache is made)"
+        )
+
+
+def forget() -> None:
+    """Drop what a forward that died has left behind in this thread."""
+    _thread.handed = _thread.hidden = None
+
+
+def take_hidden() -> Tensor | None:
+    """The hidden states `[B, q, hidden]` that entered the attention module now running, see `tap_hidden`."""
+    hidden, _thread.hidden = _thread.hidden, None
+    return hidden
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The decoder's self-attention modules, in the order of the model."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "num_key_value_groups")
+    ]
+
+
+def tap_hidden(model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+    """Have the attention modules note their input for `take_hidden`, until the handles are removed."""
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _thread.hidden = kwargs.get("hidden_states", args[0] if args else None)
+
+    return [module.register_forward_pre_hook(note, with_kwargs=True) for module in attention_modules(model)]
+
+
+def _backend_function(name: str, module: nn.Module) -> Backend:
+    """The function that ``module`` would have called with the attention implementation ``name``."""
+    for cls in type(module).__mro__:
+        namespace = vars(sys.modules.get(cls.__module__, object()))
+        default = namespace.get("eager_attention_forward")
+        interface = namespace.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        if default is not None or name in interface:
+            return interface.get_interface(name, default)  # type: ignore[no-any-return]
+    raise UnsupportedModelError(
+        f"expected {type(module).__name__}'s file to define eager_attention_forward as transformers' "
+        "models do; load the model with attn_implementation='sdpa'"
+    )
+
+
+def _attention_function(name: str) -> Backend:
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> AttentionOutput:
+        backend = _backend_function(name, module)
+        handed = _thread.handed
+        if handed is None or handed[0] is not key:
+            return backend(module, query, key, value, attention_mask, **kwargs)
+        _thread.handed = None
+        return handed[1].attend(backend, module, query, key, value, attention_mask, **kwargs)
+
+    forward.__name__ = forward.__qualname__ = PREFIX + name
+    return forward
+
+
+class Attachment:
+    """A model's attention implementation swapped for ours, and hooks around its forward.
+
+    One per model, shared by all caches on it and counted: `attach` makes or finds it, `release`
+    gives up one share, and the last share puts everything back.
+    """
+
+    _lock = threading.RLock()
+    _of_model: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+    _names: Counter[str] = Counter()
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        configs = {id(config): config for config in self._configs(model)}
+        self._saved = [(config, config._attn_implementation) for config in configs.values()]
+        backends = {name for _, name in self._saved}
+        usable = {
+            name for name in backends if name in ("sdpa", "eager") or str(name).startswith("flash_attention")
+        }
+        if backends != usable:
+            raise UnsupportedModelError(
+                f"expected attn_implementation 'sdpa', 'eager' or 'flash_attention_*', got "
+                f"{', '.join(sorted(map(str, backends - usable)))}: load the model with one of these"
+            )
+        for name in sorted(backends):
+            self._names[name] += 1
+            if self._names[name] == 1:
+                masks = AttentionMaskInterface._global_mapping
+                AttentionInterface.register(PREFIX + name, _attention_function(name))
+                AttentionMaskInterface.register(PREFIX + name, masks[name])
+        for config, name in self._saved:
+            config._attn_implementation_internal = PREFIX + name
+        self._handles = [
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True),
+            model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
+        ]
+        self._shares = 0
+
+    @staticmethod
+    def _configs(model: PreTrainedModel) -> Iterator[Any]:
+        yield model.config.get_text_config(decoder=True)
+        for module in attention_modules(model):
+            yield module.config
+
+    @classmethod
+    def attach(cls, model: PreTrainedModel) -> Attachment:
+        """One more share of ``model``'s attachment."""
+        with cls._lock:
+            attachment = cls._of_model.get(model)
+            if attachment is None:
+                attachment = cls._of_model[model] = cls(model)
+            attachment._shares += 1
+            return attachment
+
+    def release(self) -> None:
+        """Give up a share; the last one puts the model back as it was."""
+        with self._lock:
+            self._shares -= 1
+            if self._shares:
+                return
+            for handle in self._handles:
+                handle.remove()
+            for config, name in self._saved:
+                if config._attn_implementation == PREFIX + name:  # unless somebody set another since
+                    config._attn_implementation_internal = name
+            for name in {name for _, name in self._saved}:
+                self._names[name] -= 1
+                if not self._names[name]:
+                    del self._names[name]
+                    AttentionInterface._global_mapping.pop(PREFIX + name, None)
+                    AttentionMaskInterface._global_mapping.pop(PREFIX + name, None)
+            for model in [m for m, attachment in self._of_model.items() if attachment is self]:
+                del self._of_model[model]
+
+
+@contextmanager
+def attached(model: PreTrainedModel) -> Iterator[None]:
+    """Our attention functions on ``model`` for a while."""
+    attachment = Attachment.attach(model)
+    try:
+        yield
+    finally:
+        attachment.release()
+
+
+class ForwardAware(Protocol):
+    """A cache that is told of the forwards it is used in."""
+
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+    def after_forward(self, model: nn.Module, succeeded: bool) -> None: ...
+
+
+def _aware_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardAware | None:
+    for argument in (*kwargs.values(), *args):
+        if hasattr(argument, "before_forward") and hasattr(argument, "after_forward"):
+            return argument  # type: ignore[no-any-return]
+    return None
+
+
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if (cache := _aware_cache(args, kwargs)) is not None:
+        cache.before_forward(model, args, kwargs)
+
+
+def _after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if (cache := _aware_cache(args, kwargs)) is not None:
+        cache.after_forward(model, output is not None)
+
+
+def check_keywords(kwargs: dict[str, Any]) -> None:
+    """Refuse attention arguments that a pruned cache could not honour later."""
+    for name in UNSUPPORTED_KEYWORDS:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(
+                f"the model's attention uses {name!r}, which a pruned cache cannot honour over ragged heads"
+            )
+
+
+def scaled_logits(query: Tensor, key: Tensor, scaling: float | None, softcap: float | None) -> Tensor:
+    """Attention logits before mask and softmax, float32.
+
+    Args:
+        query: `[..., q, D]`.
+        key: `[..., N, D]`.
+        scaling: Factor of the dot product; ``D ** -0.5`` if None.
+        softcap: ``c`` of ``c * tanh(logits / c)`` (Gemma 2), or None.
+
+    Returns: `[..., q, N]`.
+    """
+    logits = torch.matmul(query, key.transpose(-1, -2)).float()
+    logits = logits * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def tail_mask(attention_mask: Tensor | None, rows: int, queries: int, columns: int, device: torch.device) -> Tensor:
+    """Which columns of the tail each query sees, from any back end's mask.
+
+    Args:
+        attention_mask: None, `[B, T]`, or `[B, 1, q, T]` bool or additive.
+        rows: B.
+        queries: q, the last of the columns.
+        columns: T.
+
+    Returns: `[B, q, T]`, bool.
+    """
+    causal = torch.ones(queries, columns, dtype=torch.bool, device=device).tril(columns - queries)
+    causal = causal.expand(rows, -1, -1)
+    if attention_mask is None:
+        return causal
+    mask = attention_mask[..., -columns:]
+    mask = mask if mask.dtype == torch.bool else mask > -1 if mask.ndim == 4 else mask != 0
+    return causal & (mask[:, None] if mask.ndim == 2 else mask[:, 0])
+
+
+def ragged_attention(
+    query: Tensor,
+    storage: RaggedStorage,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention over a ragged storage, a KV head at a time with its query group as rows.
+
+    Args:
+        query: `[B, Q, q, D]`, of the tail's last q columns.
+        storage: Its block is seen by every query, its tail as ``attention_mask`` says.
+        attention_mask: The tail's mask, see `tail_mask`.
+
+    Returns: `[B, q, Q, Dv]`.
+    """
+    batch, query_heads, queries, _ = query.shape
+    tail_keys, tail_values = storage.keys, storage.values
+    heads, columns = tail_keys.shape[1:3]
+    group = query_heads // heads
+    mask = tail_mask(attention_mask, batch, queries, columns, query.device).repeat(1, group, 1)  # [B, G*q, T]
+    output = query.new_empty(batch, heads, group, queries, tail_values.shape[-1])
+    for row, block_row in enumerate(storage.rows.tolist()):
+        for head in range(heads):
+            block_keys, block_values = storage.block.head(block_row, head)
+            keys = torch.cat([block_keys, tail_keys[row, head]])  # [K + T, D]
+            values = torch.cat([block_values, tail_values[row, head]])
+            rows = query[row, head * group : (head + 1) * group].reshape(group * queries, -1)  # [G*q, D]
+            logits = scaled_logits(rows, keys, scaling, softcap)
+            logits[:, len(block_keys) :].masked_fill_(~mask[row], float("-inf"))
+            weights = logits.softmax(-1).to(values.dtype)
+            output[row, head] = (weights @ values).view(group, queries, -1)
+    return output.flatten(1, 2).transpose(1, 2).contiguous()

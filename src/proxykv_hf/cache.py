@@ -1,0 +1,780 @@
+"""`ProxyPrunedCache`: a transformers cache that scores a prompt's KV pairs and keeps the best of them.
+
+Paper terms (arXiv 2605.16360): M_l is ``target``, rho is ``policy.retention_ratio``, Y is what a
+scorer returns, M is the kept mask.
+
+A cache is empty, then in its prefill (one forward, or several for a chunked prefill), then ready: the
+prompt is scored and pruned, and later forwards append. When the prefill is over is known to
+`ProxyPrunedCache.prefill`; in a stock ``generate`` it shows by what comes next, see
+`ProxyPrunedCache.before_forward`.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+
+from . import attention
+from ._compat import bind_forward, call_forward
+from .errors import (
+    CacheStateError,
+    GeometryError,
+    InvalidInputError,
+    InvalidPolicyError,
+    ProxyKVError,
+    ProxyKVWarning,
+    ScoringError,
+    UnsupportedModelError,
+)
+from .geometry import ModelGeometry
+from .layers import PrunedLayer
+from .prompt import Context, Prompt, left_pad, read_prompt
+from .pruning import is_ragged, keep_masks, prune_layers, warn_over_budget
+from .report import CacheReport
+from .retention import RetentionPolicy, pack_mask, unpack_mask
+from .scorers.base import Observation, Scorer, ScorerRun, ScoringRequest
+from .snapshot import load_cache, save_cache
+from .storage import own, storage_bytes
+
+
+class _Phase(enum.Enum):
+    EMPTY = "empty"
+    PREFILL = "in its prefill"
+    READY = "ready"
+    SPOILED = "spoiled"
+    CLOSED = "closed"
+
+
+class ProxyPrunedCache(DynamicCache):
+    """A cache for ``model.generate(..., past_key_values=cache)`` that keeps a share of the prompt.
+
+    Args:
+        target: M_l, the model that generates; its attention implementation is ours until the last
+            cache on it is closed or collected.
+        scorer: Rates the prompt's KV pairs; None only for a cache that will never prefill.
+        policy: How much is kept.
+        tokenizer: The target's, for scorers that need one.
+        context: What may be evicted, in each row's own positions (without padding); all by default.
+            Tokens outside are kept and do not count in the budget's total.
+        strict: Raise if scoring fails, instead of going on uncompressed with a `ProxyKVWarning`.
+
+    Raises:
+        UnsupportedModelError: The target has no KV cache that can be pruned.
+        InvalidPolicyError: ``policy`` is not a `RetentionPolicy`.
+
+    Stock ``generate`` does not say where a prefill ends. A last chunk of one token counts as its
+    continuation, and so does a follow-up after ``max_new_tokens=1``: call ``report()`` in between.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        scorer: Scorer | None,
+        policy: RetentionPolicy,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        context: Context | None = None,
+        strict: bool = False,
+    ) -> None:
+        if not isinstance(policy, RetentionPolicy):
+            raise InvalidPolicyError(
+                f"expected a RetentionPolicy, got {policy!r}: RetentionPolicy(retention_ratio=0.3), say"
+            )
+        if scorer is not None and not isinstance(scorer, Scorer):
+            raise TypeError(f"expected a scorer such as KVzipScorer(tokenizer), got {scorer!r}")
+        self.geometry = ModelGeometry.from_config(target.config)
+        self.target = target
+        self.scorer = scorer
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.strict = strict
+        self._default_context = context
+        self._phase = _Phase.CLOSED
+        self._open()
+
+    def _open(self) -> None:
+        """Take the model's attention and start empty."""
+        # `DynamicCache.__init__` is passed over: it would make layers of its own kinds.
+        Cache.__init__(self, layers=self._new_layers())
+        self._taps: list[torch.utils.hooks.RemovableHandle] = []
+        attachment = attention.Attachment.attach(self.target)
+        self._finalizer = weakref.finalize(self, _let_go, attachment, self._taps)
+        self._start_empty()
+
+    def _new_layers(self) -> list[CacheLayerMixin]:
+        return [
+            PrunedLayer(index) if window is None else DynamicSlidingWindowLayer(sliding_window=window)
+            for index, window in enumerate(self.geometry.sliding_windows)
+        ]
+
+    def _start_empty(self) -> None:
+        self.layers = self._new_layers()
+        self._phase = _Phase.EMPTY
+        self._context = self._default_context
+        self._in_forward = False
+        self._cropped = False
+        self._recording = False
+        self._scorers: dict[str, Scorer] = {} if self.scorer is None else {self.scorer.name: self.scorer}
+        self._runs: dict[str, ScorerRun] = {}
+        self._chunks: list[Tensor | None] = []
+        self._mask: Tensor | None = None
+        self._next_positions: Tensor | None = None
+        self._drafts = 0
+        self._prompt: Prompt | None = None
+        self._rows = torch.empty(0, dtype=torch.long)
+        self._kept: Tensor | None = None  # [R, L_full, H, ceil(P / 8)], packed bits
+        self._seconds: dict[str, float] = {}
+        self._devices = {"target": str(self.target.device)}
+        self._bytes_peak = 0
+        self._fallback: str | None = None
+
+    # ---------------------------------------------------------------- what a user calls
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        context: Context | None = None,
+        prune: bool = True,
+        scorers: Mapping[str, Scorer] | None = None,
+    ) -> dict[str, Tensor]:
+        """Run the target over a prompt, score it, and prune.
+
+        Args:
+            input_ids: `[B, N]`.
+            attention_mask: `[B, N]`, padding on either side, or None.
+            context: As in the constructor, for this prompt.
+            prune: False leaves the cache whole, for `compress`.
+            scorers: With ``prune=False``: scorers by name, all run over this one prefill; by default
+                the cache's own.
+
+        Returns: scores by scorer's name, `[R, L, H, N]`, R distinct rows in order of appearance,
+            columns left-padded; empty if scoring failed and the cache is uncompressed.
+
+        Raises:
+            InvalidInputError: An empty prompt, a mask of another shape, a context outside the prompt.
+            ScoringError: Scoring failed and the cache is strict, or ``prune`` is false.
+        """
+        self._check_usable()
+        if self._phase is not _Phase.EMPTY:
+            raise CacheStateError(f"expected an empty cache, got one that is {self._phase.value}: call reset() first")
+        if scorers is not None and prune:
+            raise InvalidInputError("scorers are compared over a whole cache: pass prune=False with them")
+        input_ids, attention_mask = left_pad(input_ids, attention_mask)
+        context = self._default_context if context is None else context
+        shape = (input_ids.shape[0], input_ids.shape[1])
+        read_prompt(input_ids, attention_mask, None, context, shape)  # refuses a wrong context before any work
+        inputs: dict[str, Any] = {"input_ids": input_ids.to(self.target.device)}
+        if attention_mask is not None:
+            mask = attention_mask.to(self.target.device)
+            inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        self._context = context
+        if scorers is not None:
+            self._scorers = dict(scorers)
+        try:
+            call_forward(self.target, cache=self, use_cache=True, logits_to_keep=1, **inputs)
+            return self._settle(prune)
+        except BaseException:
+            if self._phase is _Phase.PREFILL:
+                self._spoil()
+            raise
+
+    def compress(self, scores: Tensor, policy: RetentionPolicy) -> ProxyPrunedCache:
+        """A pruned copy of this whole cache, which stays whole.
+
+        Args:
+            scores: `[R, L, H, N]` as ``prefill(..., prune=False)`` returns them.
+            policy: How much the copy keeps.
+
+        Raises:
+            CacheStateError: The cache is empty or pruned already.
+            ScoringError: Scores of a wrong shape, or with NaN.
+        """
+        self._settle()
+        if self._prompt is None or self._kept is not None:
+            raise CacheStateError("expected a whole cache: make one with prefill(..., prune=False)")
+        started = time.perf_counter()
+        twin = self._twin(policy)
+        twin._prune(self._checked(scores, self._prompt), policy)
+        twin._seconds["prune"] = time.perf_counter() - started
+        return twin
+
+    def fork(self, n: int = 1) -> ProxyPrunedCache:
+        """An independent copy that shares what was kept; with ``n``, each row n times over."""
+        if n < 1:
+            raise InvalidInputError(f"expected at least one row a row, got fork({n})")
+        self._settle()
+        twin = self._twin(self.policy)
+        if n > 1:
+            twin.batch_repeat_interleave(n)
+        return twin
+
+    def kept_indices(self, layer: int, row: int = 0) -> list[Tensor]:
+        """M: per head of a full-attention layer the prompt positions kept, ascending, in the row's own positions."""
+        self._settle()
+        if self._prompt is None or layer not in self.geometry.full_layers:
+            raise InvalidInputError(
+                f"expected a full-attention layer of a prefilled cache, got layer {layer}; full attention: "
+                f"{list(self.geometry.full_layers)}"
+            )
+        distinct = int(self._rows[row])
+        kept = self._kept_mask()[distinct, self.geometry.full_layers.index(layer)]
+        return [head.nonzero()[:, 0] - self._prompt.pads[distinct] for head in kept]
+
+    def report(self) -> CacheReport:
+        """Tokens, bytes and seconds so far; settles a prefill that is waiting to be pruned."""
+        self._settle()
+        rows, after = self._rows.tolist(), 0
+        seen: list[int] = []
+        kept: list[list[list[int]]] = []
+        if self._prompt is not None:
+            after = self.get_seq_length() - self._prompt.columns
+            counts = (self._kept_mask().sum(-1) + after).tolist()
+            seen = [self._prompt.lengths[row] + after for row in rows]
+            kept = [counts[row] for row in rows]
+        return CacheReport(
+            seen_tokens=seen,
+            kept_tokens=kept,
+            bytes_full=self._bytes_full(),
+            bytes_kept=storage_bytes(list(self.tensors())),
+            bytes_peak=self._bytes_peak,
+            seconds=dict(self._seconds),
+            devices=dict(self._devices),
+            fallback=self._fallback,
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write the cache to ``folder``, from where `load` reads it."""
+        self._settle()
+        save_cache(self, Path(folder))
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        target: PreTrainedModel,
+        *,
+        scorer: Scorer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> ProxyPrunedCache:
+        """A cache that `save` wrote.
+
+        Args:
+            folder: Where it lies.
+            target: The model that made it.
+            scorer: Only needed to ``reset()`` it and prefill anew.
+            tokenizer: The same.
+
+        Raises:
+            FileNotFoundError: No cache in ``folder``.
+            GeometryError: Made by a model of another geometry. Other weights are a warning.
+        """
+        return load_cache(cls, Path(folder), target, scorer, tokenizer)
+
+    def close(self) -> None:
+        """Free the memory and let go of the target; the cache is of no use any more."""
+        self._let_go(_Phase.CLOSED)
+
+    def __enter__(self) -> ProxyPrunedCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors that hold this cache's memory."""
+        for layer in self.layers:
+            if isinstance(layer, PrunedLayer):
+                yield from layer.tensors()
+            elif layer.is_initialized:
+                yield from (layer.keys, layer.values)
+        if self._kept is not None:
+            yield self._kept
+
+    # ---------------------------------------------------------------- transformers' contract
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new K `[B, H, q, D]` and V `[B, H, q, Dv]`; return what attention is to use."""
+        if not self._in_forward:
+            self._check_usable()
+            raise CacheStateError(
+                f"expected to be used in a forward of the cache's own target ({type(self.target).__name__}): "
+                "call that model itself, not a part of it nor another model"
+            )
+        if self.geometry.sliding_windows[layer_idx] is None:
+            heads = key_states.shape[1]
+            if heads != self.geometry.num_key_value_heads:
+                raise UnsupportedModelError(
+                    f"expected {self.geometry.num_key_value_heads} KV heads as the config says, got {heads} in "
+                    f"layer {layer_idx}"
+                )
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called as a forward with this cache begins.
+
+        The first forward is prefill. After it, several tokens at once are its next chunk; one token,
+        or any forward after a ``crop`` (assisted decoding), is a continuation, and so the prompt is
+        scored and pruned before it.
+        """
+        if model is not self.target:
+            raise GeometryError(
+                f"expected the cache's own target, a {type(self.target).__name__}, got another "
+                f"{type(model).__name__}: a cache belongs to the model it was made with"
+            )
+        self._check_usable()
+        call = bind_forward(model, args, kwargs)
+        batch, tokens = self._check_input(call)
+        if self._phase is _Phase.PREFILL and (tokens == 1 or self._cropped):
+            self._settle()
+        if self._phase is _Phase.EMPTY:
+            if not self._scorers:
+                raise CacheStateError("this cache was made without a scorer and cannot prefill: load(..., scorer=...)")
+            # Assisted decoding sends drafts along with the prompt, and wants logits from the last prompt token on.
+            if self._recording and isinstance(call.get("logits_to_keep"), int):
+                self._drafts = max(0, call["logits_to_keep"] - 1)
+        if self._phase in (_Phase.EMPTY, _Phase.PREFILL):
+            self._note_chunk(call, (batch, tokens))
+        self._in_forward = True
+        self._forward_started = time.perf_counter()
+
+    def _check_input(self, call: dict[str, Any]) -> tuple[int, int]:
+        """The shape of a forward's input.
+
+        Raises:
+            InvalidInputError: It does not fit what the cache holds.
+        """
+        given = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+        if given is None or given.ndim < 2 or given.shape[1] == 0:
+            raise InvalidInputError("expected input_ids [batch, tokens] with at least one token, got none")
+        batch, tokens = given.shape[:2]
+        if self._rows.numel() and batch != len(self._rows):
+            raise InvalidInputError(
+                f"expected {len(self._rows)} rows as the cache holds, got {batch}: fork(n) makes a cache of more"
+            )
+        seen = self.get_seq_length()
+        mask = call.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+            raise InvalidInputError("expected a 2-D attention_mask [batch, tokens seen and new], or none")
+        if mask is not None and mask.shape != (batch, seen + tokens):
+            raise InvalidInputError(
+                f"expected attention_mask [{batch}, {seen + tokens}], over the {seen} tokens seen (not only those "
+                f"kept) and {tokens} new ones, got {[*mask.shape]}"
+            )
+        return batch, tokens
+
+    def _note_chunk(self, call: dict[str, Any], shape: tuple[int, int]) -> None:
+        """Remember a chunk of the prompt, and have the scorers begin or go on."""
+        self._chunks.append(call.get("input_ids"))
+        self._mask = call.get("attention_mask")
+        positions = call.get("position_ids")
+        if positions is not None and positions.ndim == 2:
+            self._next_positions = positions[:, -1].expand(shape[0]).cpu() + 1
+        else:
+            self._next_positions = None
+        self._rows = torch.arange(shape[0])
+        if self._phase is _Phase.EMPTY:
+            self._phase = _Phase.PREFILL
+            try:
+                self._begin(shape)
+            except BaseException:
+                self._start_empty()
+                raise
+        else:
+            for name in [name for name in self._runs if not self._scorers[name].observes]:
+                self._runs.pop(name).cancel()
+
+    def _begin(self, shape: tuple[int, int]) -> None:
+        request, _ = self._request((shape[0], shape[1] - self._drafts), first_chunk=True)
+        for name, scorer in self._scorers.items():
+            try:
+                self._runs[name] = scorer.begin(request)
+            except ValueError:  # refused: there is no use in a prefill
+                raise
+            except Exception as error:
+                self._fall_back(name, error)
+        observers = [run for name, run in self._runs.items() if self._scorers[name].observes]
+        if observers:
+            self._taps.extend(attention.tap_hidden(self.target))
+
+        def watch(observation: Observation) -> None:
+            for run in observers:
+                run.observe(observation)
+
+        for layer in self._full_layers():
+            layer.watch = watch
+
+    def after_forward(self, model: nn.Module, succeeded: bool) -> None:
+        """Called as a forward with this cache ends; not for a KeyboardInterrupt in its midst."""
+        if not self._in_forward:  # refused before it began
+            return
+        if not succeeded:
+            self._spoil()
+            return
+        self._in_forward = False
+        try:
+            attention.check_consumed()
+        except UnsupportedModelError:
+            self._spoil()
+            raise
+        phase = "prefill" if self._phase is _Phase.PREFILL else "decode"
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - self._forward_started
+        self._note_peak()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; 0 or a negative number, as transformers has it.
+
+        Raises:
+            CacheStateError: They reach into what was pruned, or past what a sliding window still holds.
+        """
+        self._check_usable()
+        if tokens_to_remove > 0:
+            raise InvalidInputError(
+                f"expected 0 or a negative number, how many tokens to remove, got {tokens_to_remove}"
+            )
+        count, seen = -tokens_to_remove, self.get_seq_length()
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, PrunedLayer):
+                room = layer.columns - layer.fixed
+                if count > room:
+                    what = "the pruned part of the prompt" if layer.offset else "the start of the cache"
+                    raise CacheStateError(
+                        f"cannot crop {count} of {seen} tokens: only the last {room} lie after {what}; "
+                        "reset() and prefill again"
+                    )
+            elif count and seen >= layer.sliding_window and not layer.record_past:
+                raise CacheStateError(
+                    f"cannot crop: layer {index} holds a sliding window of {layer.sliding_window} tokens only; call "
+                    "activate_past_recording() before the forward that is to be taken back"
+                )
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.crop(tokens_to_remove)
+        if self._phase is _Phase.PREFILL:
+            self._cropped = True
+            ids = None if self._chunks[0] is None else torch.cat([c for c in self._chunks if c is not None], dim=1)
+            self._chunks = [None if ids is None else ids[:, : seen - count]]
+            self._mask = None if self._mask is None else self._mask[:, : seen - count]
+            self._next_positions = None if self._next_positions is None else self._next_positions - count
+            self._drafts = max(0, self._drafts - count)
+        elif self._prompt is not None and seen - count < self._prompt.columns:
+            self._prompt = self._prompt.cropped(self._prompt.columns - (seen - count))
+
+    def activate_past_recording(self) -> None:
+        """Have sliding-window layers keep what a ``crop`` may want back; assisted decoding calls it first."""
+        self._recording = True
+        super().activate_past_recording()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the batch rows ``beam_idx``, for beam search."""
+        self._select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row."""
+        self._settle()
+        self._select_rows(torch.arange(len(self._rows)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the batch rows ``indices`` (numbers, or a mask)."""
+        self._settle()
+        self._select_rows(torch.arange(len(self._rows))[indices.cpu()])
+
+    def _select_rows(self, rows: Tensor) -> None:
+        self._settle()
+        if self._prompt is not None:
+            for layer in self.layers:
+                layer.batch_select_indices(rows)
+            self._rows = self._rows[rows.cpu()]
+            self._note_peak()
+
+    def reset(self) -> None:
+        """Back to empty; also a way on after an exception has spoiled the cache."""
+        if self._phase is _Phase.CLOSED:
+            self._check_usable()
+        self._cancel_runs()
+        if self._phase is _Phase.SPOILED:
+            self._open()
+        else:
+            self._start_empty()
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
+        self._settle()
+        return super().__iter__()  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProxyPrunedCache:
+        memo[id(self)] = twin = self.fork()
+        return twin
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.target).__name__}, {self.policy}, {self._phase.value})"
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: what is stored changes its shape."""
+        return False
+
+    # ---------------------------------------------------------------- scoring and pruning
+
+    @torch.no_grad()
+    def _settle(self, prune: bool = True) -> dict[str, Tensor]:
+        """End a prefill: score, and prune. Does nothing at any other time.
+
+        Returns: scores by name.
+        """
+        self._check_usable()
+        if self._phase is not _Phase.PREFILL:
+            return {}
+        try:
+            return self._finish_prefill(prune)
+        except BaseException as error:
+            if self._prompt is not None and isinstance(error, Exception):
+                self._cancel_runs()
+                self._phase = _Phase.READY  # whole, and right
+            else:
+                self._spoil()
+            raise
+
+    def _finish_prefill(self, prune: bool) -> dict[str, Tensor]:
+        seen = self.get_seq_length()
+        request, self._rows = self._request((len(self._rows), seen - self._drafts))
+        self._prompt = request.prompt.without_ids()
+        self._mask = self._next_positions = None
+        self._chunks = []
+        self._drop_taps()
+        for layer in self._full_layers():
+            layer.watch = None
+        scores: dict[str, Tensor] = {}
+        for name, scorer in self._scorers.items():
+            if self._fallback is not None:
+                break
+            started = time.perf_counter()
+            try:
+                run = self._runs.pop(name, None) or scorer.begin(request)
+                scores[name] = self._checked(run.finish(_WholeView(self, request)), request.prompt)
+                self._seconds |= run.seconds
+                self._devices |= run.devices
+            except Exception as error:
+                if not prune:
+                    raise
+                self._fall_back(name, error)
+            self._seconds["wait"] = self._seconds.get("wait", 0.0) + time.perf_counter() - started
+        started = time.perf_counter()
+        if prune and scores:
+            self._prune(next(iter(scores.values())), self.policy)
+        self._phase = _Phase.READY
+        for layer in self.layers:
+            if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would hold the whole prompt
+                layer.keys, layer.values = own(layer.keys), own(layer.values)
+        self._seconds["prune"] = time.perf_counter() - started
+        return scores
+
+    def _request(self, shape: tuple[int, int], first_chunk: bool = False) -> tuple[ScoringRequest, Tensor]:
+        """What is to be scored, and each batch row's distinct row."""
+        ids = None if self._chunks[0] is None else torch.cat([c for c in self._chunks if c is not None], dim=1)
+        positions = None if self._next_positions is None else self._next_positions - self._drafts
+        context = self._context
+        if first_chunk:
+            # More chunks may come, and the span is in positions of them all.
+            try:
+                prompt, rows = read_prompt(ids, self._mask, positions, context, shape)
+            except InvalidInputError:
+                prompt, rows = read_prompt(ids, None, positions, None, shape)
+        else:
+            prompt, rows = read_prompt(ids, self._mask, positions, context, shape)
+        return ScoringRequest(prompt, self.geometry, self.tokenizer), rows
+
+    def _checked(self, scores: Tensor, prompt: Prompt) -> Tensor:
+        expected = (
+            len(prompt.lengths), self.geometry.num_layers, self.geometry.num_key_value_heads, prompt.columns,
+        )  # fmt: skip
+        if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
+            got = [*scores.shape] if isinstance(scores, Tensor) else type(scores).__name__
+            raise ScoringError(f"expected scores [R, L, H, N] = {[*expected]}, got {got}")
+        full = list(self.geometry.full_layers)
+        for row, pad in enumerate(prompt.pads):
+            if scores[row, full, :, pad:].isnan().any():
+                raise ScoringError(f"the scores of row {row} hold NaN")
+        return scores.detach()
+
+    def _fall_back(self, name: str, error: Exception) -> None:
+        """Raise if strict, else remember and warn."""
+        self._cancel_runs()
+        if self.strict:
+            if isinstance(error, ProxyKVError):
+                raise error
+            raise ScoringError(f"scorer {name!r} failed: {type(error).__name__}: {error}") from error
+        self._fallback = f"{name}: {type(error).__name__}: {error}"
+        warnings.warn(
+            f"the cache stays uncompressed, since its scorer failed ({self._fallback}); strict=True raises instead",
+            ProxyKVWarning,
+            stacklevel=4,
+        )
+
+    def _prune(self, scores: Tensor, policy: RetentionPolicy) -> None:
+        """Shrink the layers, one after another, to what ``policy`` keeps."""
+        assert self._prompt is not None
+        keep, over_budget = keep_masks(scores[:, list(self.geometry.full_layers)], self._prompt, policy)
+        if over_budget:
+            warn_over_budget(over_budget)
+        self._kept = pack_mask(keep).cpu()
+        if keep.all():
+            return
+        held = storage_bytes(list(self.tensors()))
+        for index, layer in prune_layers(
+            self._full_layers(), keep, self._rows, is_ragged(keep, self._prompt)
+        ):
+            added = storage_bytes(layer.tensors())
+            self._bytes_peak = max(self._bytes_peak, held + added)
+            held += added - storage_bytes(self.layers[index].tensors())
+            self.layers[index] = layer
+
+    def _kept_mask(self) -> Tensor:
+        """`[R, L_full, H, P]`, bool."""
+        assert self._prompt is not None
+        if self._kept is not None:
+            return unpack_mask(self._kept, self._prompt.columns)
+        columns = torch.arange(self._prompt.columns)
+        real = columns >= torch.tensor(self._prompt.pads)[:, None]
+        layers, heads = len(self.geometry.full_layers), self.geometry.num_key_value_heads
+        return real[:, None, None].expand(-1, layers, heads, -1)
+
+    # ---------------------------------------------------------------- state
+
+    def _full_layers(self) -> Iterator[PrunedLayer]:
+        return (layer for layer in self.layers if isinstance(layer, PrunedLayer))
+
+    def _check_usable(self) -> None:
+        if self._in_forward:  # the forward before this call never ended: a KeyboardInterrupt, say
+            self._spoil()
+        if self._phase is _Phase.CLOSED:
+            raise CacheStateError("the cache is closed: make a new one")
+        if self._phase is _Phase.SPOILED:
+            raise CacheStateError("an exception in a forward left the cache half written: call reset() or make a new one")
+
+    def _twin(self, policy: RetentionPolicy) -> ProxyPrunedCache:
+        """A ready or empty cache with this one's content, memory shared until written."""
+        twin = type(self)(
+            self.target,
+            self.scorer,
+            policy,
+            tokenizer=self.tokenizer,
+            context=self._default_context,
+            strict=self.strict,
+        )
+        twin._restore(
+            layers=[layer.fork() if isinstance(layer, PrunedLayer) else copy.copy(layer) for layer in self.layers],
+            prompt=self._prompt,
+            rows=self._rows,
+            kept=self._kept,
+            seconds=self._seconds,
+            devices=self._devices,
+            fallback=self._fallback,
+        )
+        return twin
+
+    def _restore(
+        self,
+        *,
+        layers: list[CacheLayerMixin],
+        prompt: Prompt | None,
+        rows: Tensor,
+        kept: Tensor | None,
+        seconds: dict[str, float],
+        devices: dict[str, str],
+        fallback: str | None,
+    ) -> None:
+        """Take over the content of another cache, an empty or a ready one."""
+        self.layers = layers
+        self._prompt, self._rows, self._kept = prompt, rows, kept
+        self._seconds, self._devices, self._fallback = dict(seconds), dict(devices), fallback
+        self._phase = _Phase.EMPTY if prompt is None else _Phase.READY
+        self._note_peak()
+
+    def _cancel_runs(self) -> None:
+        while self._runs:
+            self._runs.popitem()[1].cancel()
+
+    def _drop_taps(self) -> None:
+        while self._taps:
+            self._taps.pop().remove()
+
+    def _spoil(self) -> None:
+        attention.forget()
+        self._let_go(_Phase.SPOILED)
+
+    def _let_go(self, phase: _Phase) -> None:
+        if self._phase is not _Phase.CLOSED:
+            self._cancel_runs()
+            self._start_empty()
+            self._phase = phase
+            self._finalizer()
+
+    def _note_peak(self) -> None:
+        self._bytes_peak = max(self._bytes_peak, storage_bytes(list(self.tensors())))
+
+    def _bytes_full(self) -> int:
+        total = 0
+        for layer in self.layers:
+            if not layer.is_initialized:
+                continue
+            if isinstance(layer, PrunedLayer):
+                assert layer.storage is not None
+                keys, values = layer.storage.keys, layer.storage.values
+                per_token = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
+                total += keys.shape[0] * layer.get_seq_length() * per_token
+            else:
+                total += storage_bytes([layer.keys, layer.values])
+        return total
+
+
+class _WholeView:
+    """A prefilled cache as scorers read it; reading it sets nothing off."""
+
+    def __init__(self, cache: ProxyPrunedCache, request: ScoringRequest) -> None:
+        self._cache = cache
+        self.request = request
+
+    @property
+    def target(self) -> PreTrainedModel:
+        return self._cache.target
+
+    def batch_row(self, row: int) -> int:
+        """See `scorers.base.WholeCache`."""
+        return int((self._cache._rows == row).nonzero()[0])
+
+    def states(self, row: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """See `scorers.base.WholeCache`."""
+        seen, prompt = self._cache.get_seq_length(), self.request.prompt
+        batch_row = self.batch_row(row)
+        states = []
+        for layer in self._cache.layers:
+            first = seen - layer.keys.shape[2]  # the column of what is stored first
+            columns = slice(max(0, prompt.pads[row] - first), prompt.columns - first)
+            states.append(
+                (layer.keys[batch_row, :, columns].unsqueeze(0), layer.values[batch_row, :, columns].unsqueeze(0))
+            )
+        return states
+
+
+def _let_go(attachment: attention.Attachment, taps: list[torch.utils.hooks.RemovableHandle]) -> None:
+    while taps:
+        taps.pop().remove()
+    attachment.release()

@@ -1,0 +1,84 @@
+"""Shrink a plain `DynamicCache` that somebody already holds."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .attention import Attachment
+from .errors import CacheStateError, InvalidInputError, ScoringError
+from .layers import PrunedLayer
+from .prompt import Context, read_prompt
+from .pruning import is_ragged, keep_masks, prune_layers, warn_over_budget
+from .retention import RetentionPolicy
+from .storage import DenseStorage, own
+
+
+@torch.no_grad()
+def prune_dynamic_cache(
+    cache: DynamicCache,
+    scores: Tensor,
+    policy: RetentionPolicy,
+    *,
+    target: PreTrainedModel | None = None,
+    attention_mask: Tensor | None = None,
+    context: Context | None = None,
+) -> None:
+    """Keep the best of a prefilled `DynamicCache`, in place; it can be used as before.
+
+    Args:
+        cache: Prefilled, and used by nobody meanwhile.
+        scores: `[B, L, H, N]`, higher is kept; rows of sliding-window layers are ignored.
+        policy: How much is kept.
+        target: The model that made the cache. Needed where heads or rows keep different numbers
+            (``allocation="global"``, padding): their attention is ours, and ``target`` has it until
+            the cache is collected.
+        attention_mask: `[B, N]`, left-padded, of a padded prompt.
+        context: What may be evicted, in each row's own positions.
+
+    Raises:
+        CacheStateError: An empty cache, or one that is pruned already.
+        ScoringError: Scores of a wrong shape, or with NaN.
+        InvalidInputError: A target is needed and none was given.
+    """
+    if type(cache) is not DynamicCache:
+        raise CacheStateError(
+            f"expected a plain DynamicCache, got {type(cache).__name__}; a ProxyPrunedCache has compress()"
+        )
+    places = [index for index, layer in enumerate(cache.layers) if not isinstance(layer, DynamicSlidingWindowLayer)]
+    if not places or any(
+        type(cache.layers[index]) is not DynamicLayer or not cache.layers[index].is_initialized for index in places
+    ):
+        raise CacheStateError("expected a prefilled cache with full-attention layers that are whole")
+    batch, heads, tokens, _ = cache.layers[places[0]].keys.shape
+    expected = (batch, len(cache.layers), heads, tokens)
+    if tuple(scores.shape) != expected:
+        raise ScoringError(f"expected scores [B, L, H, N] = {[*expected]}, got {[*scores.shape]}")
+    prompt, rows = read_prompt(None, attention_mask, None, context, (batch, tokens))
+    scores = scores[:, places]
+    if any(scores[row, :, :, pad:].isnan().any() for row, pad in enumerate(prompt.pads)):
+        raise ScoringError("the scores hold NaN")
+    keep, over_budget = keep_masks(scores, prompt, policy)
+    ragged = is_ragged(keep, prompt)
+    if ragged and target is None:
+        raise InvalidInputError(
+            "heads or rows keep different numbers of tokens, and their attention needs the model: pass "
+            "target=model, or use allocation='uniform' on a prompt without padding"
+        )
+    if over_budget:
+        warn_over_budget(over_budget)
+    if keep.all():
+        return
+    whole = (PrunedLayer(i, DenseStorage(cache.layers[i].keys, cache.layers[i].values)) for i in places)
+    for index, layer in prune_layers(whole, keep, rows, ragged):
+        cache.layers[index] = layer
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.keys, layer.values = own(layer.keys), own(layer.values)
+    if ragged:
+        assert target is not None
+        weakref.finalize(cache, Attachment.attach(target).release)

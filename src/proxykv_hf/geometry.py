@@ -1,0 +1,111 @@
+"""What of a model decides the shape of its KV cache, read from its config, and two fingerprints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """Layers, heads and sizes of a decoder.
+
+    Args:
+        num_layers: L, all decoder layers.
+        num_key_value_heads: H of the full-attention layers.
+        num_attention_heads: Q.
+        head_dim: D of the full-attention layers.
+        sliding_windows: Per layer the window of a sliding-window layer, or None for full attention.
+            Only full-attention layers are pruned.
+    """
+
+    num_layers: int
+    num_key_value_heads: int
+    num_attention_heads: int
+    head_dim: int
+    sliding_windows: tuple[int | None, ...]
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig) -> ModelGeometry:
+        """Read a config.
+
+        Raises:
+            UnsupportedModelError: An encoder-decoder, a model whose cache is not plain K and V
+                (recurrent, convolutional, compressed), or one with no full-attention layer.
+        """
+        name = type(config).__name__
+        if getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"expected a decoder-only model, got the encoder-decoder {name}: its cross-attention "
+                "cache is not a prompt that can be pruned"
+            )
+        decoder = config.get_text_config(decoder=True)
+        heads = getattr(decoder, "num_attention_heads", None)
+        if not isinstance(heads, int):
+            raise UnsupportedModelError(f"expected a model with attention heads, got {name}: it has no KV to prune")
+        windows: list[int | None] = []
+        for index, layer in enumerate(DynamicCache(config=decoder).layers):
+            if type(layer) is DynamicLayer:
+                windows.append(None)
+            elif type(layer) is DynamicSlidingWindowLayer:
+                windows.append(layer.sliding_window)
+            else:
+                raise UnsupportedModelError(
+                    f"expected full or sliding-window attention in every layer, got "
+                    f"{type(layer).__name__} in layer {index} of {name}"
+                )
+        if not windows:  # a config from which transformers cannot tell the layers
+            windows = [None] * decoder.num_hidden_layers
+        if all(window is not None for window in windows):
+            raise UnsupportedModelError(
+                f"expected at least one full-attention layer, got {name} with sliding windows only: "
+                "its cache is bounded already and there is nothing to prune"
+            )
+        return cls(
+            num_layers=len(windows),
+            num_key_value_heads=getattr(decoder, "num_key_value_heads", None) or heads,
+            num_attention_heads=heads,
+            head_dim=getattr(decoder, "head_dim", None) or decoder.hidden_size // heads,
+            sliding_windows=tuple(windows),
+        )
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Indices of the full-attention layers, those that are pruned."""
+        return tuple(index for index, window in enumerate(self.sliding_windows) if window is None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ModelGeometry:
+        return cls(**{**data, "sliding_windows": tuple(data["sliding_windows"])})
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the geometry, 16 hex digits."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """16 hex digits that differ for other weights of the same geometry, say another quantization.
+
+    A hash over the names and at most 16 evenly spaced values of each floating-point parameter, as
+    float32: quick, the same on every device, and independent of the parameters' layout.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.is_floating_point() and parameter.numel():
+            step = max(1, parameter.numel() // 16)
+            places = torch.arange(0, parameter.numel(), step, device=parameter.device)[:16]
+            sample = parameter.detach().flatten()[places].float().cpu()
+            digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,61 @@
+"""What `ProxyPrunedCache.report` tells."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """A cache in numbers.
+
+    Args:
+        seen_tokens: Per row, tokens the model has seen (without padding).
+        kept_tokens: Per row, full-attention layer and head, the tokens held.
+        bytes_full: Bytes a `DynamicCache` of the same tokens holds.
+        bytes_kept: Bytes this cache holds: slack included, memory that rows share counted once.
+        bytes_peak: The most it has held at any time.
+        seconds: By phase: ``prefill``, ``wait`` (for scores), ``prune``, ``decode``, and what the
+            scorer adds (``proxy``, ``mapper``).
+        devices: What ran where.
+        fallback: Why the cache is uncompressed although it should not be, or None.
+    """
+
+    seen_tokens: list[int]
+    kept_tokens: list[list[list[int]]]
+    bytes_full: int
+    bytes_kept: int
+    bytes_peak: int
+    seconds: dict[str, float]
+    devices: dict[str, str]
+    fallback: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        kept = [sum(map(sum, row)) for row in self.kept_tokens]
+        full = [seen * sum(map(len, row)) for seen, row in zip(self.seen_tokens, self.kept_tokens, strict=True)]
+        share = sum(kept) / sum(full) if sum(full) else 1.0
+        lines = [
+            f"tokens   {_join(self.seen_tokens)} seen, {100 * share:.1f} % of their KV pairs kept",
+            f"KV bytes {_megabytes(self.bytes_kept)} of {_megabytes(self.bytes_full)} MB, "
+            f"peak {_megabytes(self.bytes_peak)} MB",
+            "seconds  " + ", ".join(f"{phase} {value:.2f}" for phase, value in self.seconds.items()),
+            "devices  " + ", ".join(f"{part} on {device}" for part, device in self.devices.items()),
+        ]
+        if self.fallback is not None:
+            lines.append(f"fallback uncompressed: {self.fallback}")
+        return "\n".join(lines)
+
+
+def _join(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown}, … ({len(numbers)} rows)"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f}"

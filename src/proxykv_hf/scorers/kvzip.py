@@ -1,0 +1,75 @@
+"""KVzip (arXiv 2505.23416): the oracle, and the teacher of mappers. About as dear as a second prefill."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import InvalidInputError
+from ..reconstruction import CHUNK_TOKENS, SINK_TOKENS, reconstruction_scores
+from .base import ScorerRun, ScoringRequest, WholeCache
+
+
+class KVzipScorer:
+    """The target repeats its own context; see `reconstruction` for the recipe.
+
+    Args:
+        tokenizer: The target's; by default the cache's.
+        chunk_tokens: Context tokens repeated in one forward.
+        sink_tokens: First tokens of the prompt that the scored attention sees besides the chunk.
+    """
+
+    name = "kvzip"
+    observes = False
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        chunk_tokens: int = CHUNK_TOKENS,
+        sink_tokens: int = SINK_TOKENS,
+    ) -> None:
+        if chunk_tokens < 1 or sink_tokens < 0:
+            raise InvalidInputError(
+                f"expected chunk_tokens of at least 1 and sink_tokens of at least 0, got {chunk_tokens}, {sink_tokens}"
+            )
+        self.tokenizer = tokenizer
+        self.chunk_tokens = chunk_tokens
+        self.sink_tokens = sink_tokens
+
+    def begin(self, request: ScoringRequest) -> ScorerRun:
+        """Nothing but checks: the work needs the whole cache.
+
+        Raises:
+            InvalidInputError: No tokenizer, or a prompt of embeddings.
+        """
+        tokenizer = self.tokenizer or request.tokenizer
+        if tokenizer is None:
+            raise InvalidInputError("KVzip asks the target to repeat: give KVzipScorer(tokenizer) or the cache one")
+        request.prompt.row_ids(0)
+        return _KVzipRun(self, tokenizer)
+
+
+class _KVzipRun(ScorerRun):
+    def __init__(self, scorer: KVzipScorer, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
+        self.scorer, self.tokenizer = scorer, tokenizer
+
+    def finish(self, cache: WholeCache) -> Tensor:
+        prompt, geometry = cache.request.prompt, cache.request.geometry
+        rows = len(prompt.lengths)
+        scores = torch.zeros(rows, geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
+        scores = scores.to(cache.target.device)
+        for row, pad in enumerate(prompt.pads):
+            scores[row, :, :, pad:] = reconstruction_scores(
+                cache.target,
+                cache.states(row),
+                prompt.row_ids(row),
+                prompt.contexts[row],
+                self.tokenizer,
+                next_position=prompt.next_positions[row],
+                chunk_tokens=self.scorer.chunk_tokens,
+                sink_tokens=self.scorer.sink_tokens,
+            )
+        return scores

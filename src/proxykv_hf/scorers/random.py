@@ -1,0 +1,40 @@
+"""Random scores: the floor that every scorer must beat."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from .base import ScorerRun, ScoringRequest, WholeCache
+
+
+class RandomScorer:
+    """Uniform in [0, 1), the same for the same tokens and seed, alone or in any batch."""
+
+    name = "random"
+    observes = False
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def begin(self, request: ScoringRequest) -> ScorerRun:
+        """Nothing to do before `finish`."""
+        return _RandomRun(self.seed)
+
+
+class _RandomRun(ScorerRun):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def finish(self, cache: WholeCache) -> Tensor:
+        prompt, geometry = cache.request.prompt, cache.request.geometry
+        heads = (geometry.num_layers, geometry.num_key_value_heads)
+        scores = torch.zeros(len(prompt.lengths), *heads, prompt.columns)
+        for row, (pad, length) in enumerate(zip(prompt.pads, prompt.lengths, strict=True)):
+            ids = b"" if prompt.input_ids is None else prompt.row_ids(row).to(torch.int64).numpy().tobytes()
+            generator = torch.Generator().manual_seed(self.seed * (1 << 32) + zlib.crc32(ids))
+            scores[row, :, :, pad:] = torch.rand(*heads, length, generator=generator)
+        return scores.to(cache.target.device)

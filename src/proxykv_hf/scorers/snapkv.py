@@ -1,0 +1,98 @@
+"""SnapKV (arXiv 2404.14469): the attention of the prompt's last queries, no second pass."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..attention import scaled_logits
+from ..errors import InvalidInputError
+from .base import Observation, ScorerRun, ScoringRequest, WholeCache
+
+
+class SnapKVScorer:
+    """Mean attention from an observation window, smoothed over neighbours, averaged over the group.
+
+    Args:
+        window_tokens: Last queries of the prompt that vote; they score highest themselves.
+        kernel_size: Tokens that the average pooling spans, odd.
+    """
+
+    name = "snapkv"
+    observes = True
+
+    def __init__(self, window_tokens: int = 64, kernel_size: int = 5) -> None:
+        if window_tokens < 1 or kernel_size < 1 or kernel_size % 2 == 0:
+            raise InvalidInputError(
+                f"expected window_tokens of at least 1 and an odd kernel_size, got {window_tokens}, {kernel_size}"
+            )
+        self.window_tokens = window_tokens
+        self.kernel_size = kernel_size
+
+    def begin(self, request: ScoringRequest) -> ScorerRun:
+        """Start to note the last queries."""
+        return _SnapKVRun(self, request.prompt.columns)
+
+
+class _SnapKVRun(ScorerRun):
+    def __init__(self, scorer: SnapKVScorer, first_columns: int) -> None:
+        super().__init__()
+        self.scorer = scorer
+        self.first_columns = first_columns
+        self.drafts: int | None = None
+        self.last: dict[int, Observation] = {}
+
+    def observe(self, observation: Observation) -> None:
+        if self.drafts is None:  # tokens after the prompt, in assisted decoding
+            self.drafts = max(0, observation.columns - self.first_columns)
+        query = observation.query
+        if observation.layer in self.last:
+            query = torch.cat([self.last[observation.layer].query, query], dim=2)
+        wanted = self.scorer.window_tokens + self.drafts
+        query = query[:, :, -wanted:].clone()  # the rest of the prompt's queries is let go
+        self.last[observation.layer] = observation.without_states(query)
+
+    def finish(self, cache: WholeCache) -> Tensor:
+        prompt, geometry = cache.request.prompt, cache.request.geometry
+        shape = (len(prompt.lengths), geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
+        scores = torch.zeros(shape, device=cache.target.device)
+        for row, length in enumerate(prompt.lengths):
+            states = cache.states(row)
+            window = min(self.scorer.window_tokens, length)
+            for layer, last in self.last.items():
+                first = last.columns - last.query.shape[2]  # the column of the first noted query
+                columns = slice(prompt.columns - window - first, prompt.columns - first)
+                query = last.query[cache.batch_row(row), :, columns]
+                keys = states[layer][0][0]
+                scores[row, layer, :, prompt.pads[row] :] = window_scores(
+                    query, keys, self.scorer.kernel_size, last.scaling, last.softcap
+                )
+        return scores
+
+    def cancel(self) -> None:
+        self.last.clear()
+
+
+def window_scores(
+    query: Tensor, keys: Tensor, kernel_size: int, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """One layer's scores of one row, `[H, n]`, float32; infinity inside the window.
+
+    Args:
+        query: `[Q, w, D]`, of the last w tokens.
+        keys: `[H, n, D]`.
+        kernel_size: Of the average pooling over tokens.
+        scaling: See `attention.scaled_logits`.
+        softcap: The same.
+    """
+    heads, tokens, _ = keys.shape
+    window = query.shape[1]
+    logits = scaled_logits(query.unflatten(0, (heads, -1)), keys.unsqueeze(1), scaling, softcap)  # [H, G, w, n]
+    later = torch.ones(window, tokens, dtype=torch.bool, device=keys.device).triu(tokens - window + 1)
+    votes = logits.masked_fill_(later, -math.inf).softmax(-1).mean(2)[..., : tokens - window]  # [H, G, n - w]
+    if votes.shape[-1]:
+        votes = F.avg_pool1d(votes, kernel_size, stride=1, padding=kernel_size // 2)
+    return F.pad(votes.mean(1), (0, window), value=math.inf)

@@ -1,0 +1,242 @@
+"""The physical K and V of one layer: rectangular (`DenseStorage`), or ragged by row and head.
+
+Both hold *columns* that attention's mask covers: all of a dense storage, and the tail of a ragged
+one, whose kept block lies before every later query and needs no mask. Buffers are allocated outside
+of inference mode, since a tensor born inside cannot be written later under ``no_grad``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Room that growing may leave unused: this many tokens or this share, whichever is more.
+SLACK_TOKENS = 16
+SLACK_SHARE = 0.03
+
+
+def plain_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """Run without autograd and outside of inference mode."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def own(tensor: Tensor) -> Tensor:
+    """``tensor``, detached and contiguous, and without a larger buffer behind it."""
+    tensor = tensor.detach().contiguous()
+    if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        tensor = tensor.clone()
+    return tensor
+
+
+class DenseStorage:
+    """K `[B, H, N, D]` and V `[B, H, N, Dv]`, growing in place within a buffer.
+
+    Args:
+        keys: `[B, H, N, D]`.
+        values: `[B, H, N, Dv]`.
+    """
+
+    @plain_tensors
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys = own(keys)
+        self._values = own(values)
+        self.length = keys.shape[2]
+        self._shared = False
+
+    @property
+    def keys(self) -> Tensor:
+        """`[B, H, N, D]`, a view."""
+        return self._keys[:, :, : self.length]
+
+    @property
+    def values(self) -> Tensor:
+        """`[B, H, N, Dv]`, a view."""
+        return self._values[:, :, : self.length]
+
+    @plain_tensors
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add columns: `[B, H, q, D]` and `[B, H, q, Dv]`."""
+        length = self.length + keys.shape[2]
+        if length > self._keys.shape[2] or self._shared:
+            slack = max(SLACK_TOKENS, int(SLACK_SHARE * length))
+            self._keys = self._grown(self.keys, length + slack)
+            self._values = self._grown(self.values, length + slack)
+            self._shared = False
+        self._keys[:, :, self.length : length] = keys
+        self._values[:, :, self.length : length] = values
+        self.length = length
+
+    @staticmethod
+    def _grown(old: Tensor, columns: int) -> Tensor:
+        new = old.new_empty(*old.shape[:2], columns, old.shape[3])
+        new[:, :, : old.shape[2]] = old
+        return new
+
+    def crop(self, columns: int) -> None:
+        """Drop the last ``columns`` columns."""
+        self.length -= columns
+
+    @plain_tensors
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows ``rows`` `[B']`, in that order, repeated where they repeat."""
+        rows = rows.to(self._keys.device)
+        self._keys = self._keys.index_select(0, rows)
+        self._values = self._values.index_select(0, rows)
+        self._shared = False
+
+    def fork(self) -> DenseStorage:
+        """A storage of the same columns; whichever of the two grows first makes its own copy."""
+        twin = object.__new__(DenseStorage)
+        twin._keys, twin._values, twin.length = self._keys, self._values, self.length
+        self._shared = twin._shared = True
+        return twin
+
+    @plain_tensors
+    def gather(self, keep: Tensor, rows: Tensor) -> DenseStorage:
+        """Only what ``keep`` marks, which must be the same number for every row and head.
+
+        Args:
+            keep: `[R, H, N']`, bool, ``N' <= N``; later columns are all kept.
+            rows: `[B]`, which row of ``keep`` each batch row follows.
+        """
+        distinct, heads, prompt = keep.shape
+        places = keep.nonzero()[:, 2].view(distinct, heads, -1)  # [R, H, K], ascending
+        later = torch.arange(prompt, self.length, device=places.device).expand(distinct, heads, -1)
+        places = torch.cat([places, later], dim=2).to(self._keys.device)
+        places = places.index_select(0, rows.to(places.device)).unsqueeze(-1)  # [B, H, K, 1]
+        return DenseStorage(
+            self.keys.gather(2, places.expand(-1, -1, -1, self._keys.shape[3])),
+            self.values.gather(2, places.expand(-1, -1, -1, self._values.shape[3])),
+        )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that hold memory."""
+        yield from (self._keys, self._values)
+
+
+@dataclass(frozen=True)
+class RaggedBlock:
+    """Kept K and V of R distinct rows, each head with its own length; never written after it is made.
+
+    Args:
+        keys: `[T, D]`: row after row, head after head, positions ascending.
+        values: `[T, Dv]`.
+        lengths: `[R][H]`, how many of the T belong to each row and head.
+    """
+
+    keys: Tensor
+    values: Tensor
+    lengths: tuple[tuple[int, ...], ...]
+
+    @functools.cached_property
+    def _starts(self) -> tuple[tuple[int, ...], ...]:
+        starts, start = [], 0
+        for row in self.lengths:
+            starts.append(tuple(start + sum(row[:head]) for head in range(len(row))))
+            start += sum(row)
+        return tuple(starts)
+
+    def head(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """K `[K, D]` and V `[K, Dv]` of one head of a distinct row, views."""
+        start = self._starts[row][head]
+        stop = start + self.lengths[row][head]
+        return self.keys[start:stop], self.values[start:stop]
+
+
+class RaggedStorage:
+    """A kept block, shared by copies of a row and by forks, and a dense tail of later columns.
+
+    Args:
+        block: What was kept.
+        rows: `[B]`, the row of the block that each batch row reads.
+        tail: B rows of later columns.
+    """
+
+    def __init__(self, block: RaggedBlock, rows: Tensor, tail: DenseStorage) -> None:
+        self.block = block
+        self.rows = rows
+        self.tail = tail
+
+    @classmethod
+    @plain_tensors
+    def from_dense(
+        cls, dense: DenseStorage, keep: Tensor, rows: Tensor, representatives: Sequence[int]
+    ) -> RaggedStorage:
+        """Keep what ``keep`` marks.
+
+        Args:
+            dense: The whole layer, `[B, H, N, D]`.
+            keep: `[R, H, N']`, bool, ``N' <= N``; columns from N' on go to the tail.
+            rows: `[B]`, the distinct row of each batch row.
+            representatives: R batch rows, one for each distinct row.
+        """
+        prompt = keep.shape[2]
+        lengths = tuple(tuple(row) for row in keep.sum(2).tolist())
+        total = sum(map(sum, lengths))
+        keep = keep.to(dense.keys.device)
+        keys = dense.keys.new_empty(total, dense.keys.shape[3])
+        values = dense.values.new_empty(total, dense.values.shape[3])
+        start = 0
+        for distinct, batch_row in enumerate(representatives):  # a row at a time, for a low peak
+            stop = start + sum(lengths[distinct])
+            keys[start:stop] = dense.keys[batch_row, :, :prompt][keep[distinct]]
+            values[start:stop] = dense.values[batch_row, :, :prompt][keep[distinct]]
+            start = stop
+        tail = DenseStorage(dense.keys[:, :, prompt:], dense.values[:, :, prompt:])
+        return cls(RaggedBlock(keys, values, lengths), rows, tail)
+
+    @property
+    def length(self) -> int:
+        """Columns of the tail."""
+        return self.tail.length
+
+    @property
+    def keys(self) -> Tensor:
+        """`[B, H, T, D]`: the tail's."""
+        return self.tail.keys
+
+    @property
+    def values(self) -> Tensor:
+        """`[B, H, T, Dv]`: the tail's."""
+        return self.tail.values
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add columns to the tail: `[B, H, q, D]` and `[B, H, q, Dv]`."""
+        self.tail.append(keys, values)
+
+    def crop(self, columns: int) -> None:
+        """Drop the tail's last ``columns`` columns."""
+        self.tail.crop(columns)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows ``rows`` `[B']`; the block is not copied."""
+        self.rows = self.rows[rows.to(self.rows.device)]
+        self.tail.select(rows)
+
+    def fork(self) -> RaggedStorage:
+        """A storage that shares the block."""
+        return RaggedStorage(self.block, self.rows, self.tail.fork())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that hold memory."""
+        yield from (self.block.keys, self.block.values, *self.tail.tensors())
+
+
+def storage_bytes(tensors: Iterator[Tensor] | Sequence[Tensor]) -> int:
+    """Bytes of the memory behind ``tensors``, memory that they share counted once."""
+    storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
