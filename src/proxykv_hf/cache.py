@@ -466,7 +466,8 @@ class ProxyPrunedCache(DynamicCache):
                     "activate_past_recording() before the forward that is to be taken back"
                 )
         for layer in self.layers:
-            if layer.is_initialized:
+            # A sliding layer that does not record has nothing to let go, and would raise.
+            if layer.is_initialized and (isinstance(layer, PrunedLayer) or count or layer.record_past):
                 layer.crop(tokens_to_remove)
         if self._phase is _Phase.PREFILL:
             self._cropped = True

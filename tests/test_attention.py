@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import gc
+import math
+import threading
+
+import pytest
+import torch
+from tiny import random_ids, random_scores, tiny_model
+from transformers import AttentionInterface
+
+from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy, UnsupportedModelError
+from proxykv_hf._compat import call_forward
+from proxykv_hf.attention import Attachment, attached, ragged_attention, tail_mask
+from proxykv_hf.storage import DenseStorage, RaggedStorage
+
+
+def plain_attention(query, key, value, see, scaling, softcap):
+    """One query head of one row at a time, in float64; ``see`` `[q, N]`."""
+    logits = query.double() @ key.double().T * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits.masked_fill(~see, -math.inf).softmax(-1) @ value.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("group", "queries", "tail"), [(1, 1, 1), (2, 1, 5), (3, 7, 7), (7, 3, 10)])
+def test_ragged_attention_equals_the_plain_one(group, queries, tail, softcap, dtype):
+    generator = torch.Generator().manual_seed(group)
+    heads, tokens, dim, value_dim, scaling = 2, 23, 8, 5, 0.41
+    keys = torch.randn(3, heads, tokens + tail, dim, generator=generator).to(dtype)
+    values = torch.randn(3, heads, tokens + tail, value_dim, generator=generator).to(dtype)
+    keep = torch.rand(3, heads, tokens, generator=generator) < 0.4
+    keep[..., 0] = True
+    keep[0, 0] = False
+    keep[0, 0, 7] = True  # one token only
+    rows = torch.tensor([2, 0, 1, 1])
+    storage = RaggedStorage.from_dense(DenseStorage(keys, values), keep, torch.arange(3), [0, 1, 2])
+    storage.select(rows)
+    query = torch.randn(4, heads * group, queries, dim, generator=generator).to(dtype)
+    padding = torch.ones(4, tail, dtype=torch.bool)
+    padding[1, : tail // 2] = False
+    causal = torch.ones(queries, tail, dtype=torch.bool).tril(tail - queries)
+    mask = (causal & padding[:, None])[:, None]  # [B, 1, q, T]
+    additive = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    for given in (mask, additive, padding.long()):
+        output = ragged_attention(query, storage, given, scaling, softcap)
+        assert output.shape == (4, queries, heads * group, value_dim)
+        for b, row in enumerate(rows.tolist()):
+            for q in range(heads * group):
+                h = q // group
+                columns = torch.cat([keep[row, h].nonzero()[:, 0], torch.arange(tokens, tokens + tail)])
+                see = torch.cat([torch.ones(queries, int(keep[row, h].sum()), dtype=torch.bool), mask[b, 0]], 1)
+                expected = plain_attention(query[b, q], keys[row, h, columns], values[row, h, columns], see, scaling, softcap)
+                error = (output[b, :, q].double() - expected).abs().max()
+                assert error < {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+
+
+def test_without_a_mask_the_tail_is_causal():
+    assert tail_mask(None, 2, 2, 4, torch.device("cpu")).int().tolist() == [[[1, 1, 1, 0], [1, 1, 1, 1]]] * 2
+
+
+def policy():
+    return RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
+
+
+def test_the_attention_is_lent_once_and_returned_by_the_last():
+    model = tiny_model()
+    before = model.config._attn_implementation
+    first = ProxyPrunedCache(model, None, policy())
+    second = ProxyPrunedCache(model, None, policy())
+    assert model.config._attn_implementation == f"proxykv_{before}"
+    first.close()
+    first.close()
+    assert model.config._attn_implementation == f"proxykv_{before}"
+    assert f"proxykv_{before}" in AttentionInterface._global_mapping
+    del second
+    gc.collect()
+    assert model.config._attn_implementation == before
+    assert f"proxykv_{before}" not in AttentionInterface._global_mapping
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_what_a_user_set_meanwhile_is_not_undone():
+    model = tiny_model()
+    with attached(model):
+        model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_other_forwards_on_the_model_are_as_before():
+    model = tiny_model()
+    ids = random_ids(2, 20)
+    before = model(input_ids=ids).logits
+    with ProxyPrunedCache(model, FixedScorer(random_scores(model, 1, 30)), policy()) as cache:
+        cache.prefill(random_ids(1, 30, seed=1))
+        assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_setting_the_attention_while_a_ragged_cache_is_open_is_an_error_not_a_wrong_answer():
+    model = tiny_model()
+    with ProxyPrunedCache(model, FixedScorer(random_scores(model, 1, 30)), policy()) as cache:
+        cache.prefill(random_ids(1, 30))
+        model.set_attn_implementation("eager")
+        with pytest.raises(UnsupportedModelError, match="set while a cache was open"):
+            call_forward(model, input_ids=random_ids(1, 2), cache=cache)
+
+
+def test_a_model_that_goes_round_the_interface_is_refused_in_its_prefill(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model = tiny_model()
+    forward = modeling_llama.LlamaAttention.forward
+
+    def own_attention(self, *args, **kwargs):
+        name, self.config._attn_implementation_internal = self.config._attn_implementation, "sdpa"
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self.config._attn_implementation_internal = name
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", own_attention)
+    with (
+        ProxyPrunedCache(model, FixedScorer(random_scores(model, 1, 30)), policy()) as cache,
+        pytest.raises(UnsupportedModelError, match="computes attention in its own way"),
+    ):
+        cache.prefill(random_ids(1, 30))
+
+
+def test_an_attention_implementation_we_cannot_serve_is_refused_before_anything_is_changed():
+    model = tiny_model()
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(UnsupportedModelError, match="got flex_attention"):
+        ProxyPrunedCache(model, None, policy())
+    assert model.config._attn_implementation == "flex_attention"
+    assert not model._forward_pre_hooks
+
+
+def test_threads_with_caches_of_their_own_do_not_disturb_each_other():
+    model = tiny_model()
+    ids = [random_ids(1, 40, seed=s) for s in range(4)]
+    scores = [random_scores(model, 1, 40, seed=s) for s in range(4)]
+
+    def answer(i):
+        with torch.no_grad(), ProxyPrunedCache(model, FixedScorer(scores[i]), policy()) as cache:
+            cache.prefill(ids[i])
+            return torch.cat([call_forward(model, input_ids=ids[i][:, j : j + 1], cache=cache).logits for j in range(9)])
+
+    alone = [answer(i) for i in range(4)]
+    together: list = [None] * 4
+    errors = []
+
+    def work(i):
+        try:
+            for _ in range(3):
+                together[i] = answer(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for a, b in zip(alone, together, strict=True):
+        torch.testing.assert_close(a, b)
+    assert model not in Attachment._of_model
