@@ -11,8 +11,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-_ADJECTIVES = "amber brisk calm dusty eager faint gentle hollow ivory jolly keen lively mellow narrow olive pale quiet rusty silver tidy urban vivid warm young".split()  # noqa: E501
-_NOUNS = "anchor basket candle desert engine falcon garden harbor island jacket kettle lantern meadow needle orchard pepper quarry ribbon saddle timber umbrella valley window yarrow".split()  # noqa: E501
+_ADJECTIVES = """
+amber brisk calm dusty eager faint gentle hollow ivory jolly keen lively
+mellow narrow olive pale quiet rusty silver tidy urban vivid warm young
+""".split()
+_NOUNS = """
+anchor basket candle desert engine falcon garden harbor island jacket kettle lantern
+meadow needle orchard pepper quarry ribbon saddle timber umbrella valley window yarrow
+""".split()
 _PEOPLE = ["The baker", "A surveyor", "My neighbour", "The old captain", "Our teacher", "A young clerk", "The gardener"]
 _VERBS = ["carried", "painted", "forgot", "repaired", "admired", "sold", "described", "hid", "borrowed", "measured"]
 _PLACES = ["near the bridge", "behind the mill", "at the market", "by the river", "in the attic", "on the long road"]

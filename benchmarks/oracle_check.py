@@ -101,9 +101,7 @@ def run_twin(arguments: argparse.Namespace) -> None:
     prefix = encode(tokenizer, chat_affixes(tokenizer)[0])
     document = encode(tokenizer, hidden_facts(tokenizer, arguments.tokens, 4, arguments.seed).text)
     ids, context = torch.tensor(prefix + document), (len(prefix), len(prefix) + len(document))
-    result = compare(
-        oracle_scores(model, tokenizer, ids, context), twin_scores(model, tokenizer, ids, context)
-    )
+    result = compare(oracle_scores(model, tokenizer, ids, context), twin_scores(model, tokenizer, ids, context))
     print(json.dumps({"check": "twin", "target": arguments.target, "tokens": len(ids), **result}))
 
 
@@ -122,13 +120,11 @@ def run_teacher(arguments: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def ask(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Any, ids: list[int], question: str
-) -> str:
+def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Any, ids: list[int], question: str) -> str:
     """A greedy answer; ``cache`` holds ``ids`` and is used up."""
     turn = encode(tokenizer, f"\n\n{question}{chat_affixes(tokenizer)[1]}")
     inputs = torch.tensor([ids + turn], device=model.device)
-    out = model.generate(
+    out = model.generate(  # type: ignore[operator]
         inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=16,

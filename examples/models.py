@@ -127,7 +127,7 @@ def load(
     folder = resolve(name, source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
 
@@ -194,14 +194,13 @@ def _convert(gguf: Path, destination: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    config = AutoConfig.from_pretrained(**where)
-    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     fresh.load_state_dict(quantized.state_dict())
     fresh.generation_config = quantized.generation_config
     fresh.save_pretrained(destination)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(destination)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(destination)
 
 
 def main() -> None:

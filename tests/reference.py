@@ -81,7 +81,11 @@ class Reference:
 
 
 def slow_selection(
-    scores: Tensor, ratio: float, allocation: str, context: tuple[int, int] | None = None, protected: set[int] = frozenset()
+    scores: Tensor,
+    ratio: float,
+    allocation: str,
+    context: tuple[int, int] | None = None,
+    protected: set[int] = frozenset(),
 ) -> Tensor:
     """`[L, H, N]` bool from `[L, H, N]`, by sorting Python lists."""
     layers, heads, tokens = scores.shape

@@ -52,7 +52,9 @@ def test_ragged_attention_equals_the_plain_one(group, queries, tail, softcap, dt
                 h = q // group
                 columns = torch.cat([keep[row, h].nonzero()[:, 0], torch.arange(tokens, tokens + tail)])
                 see = torch.cat([torch.ones(queries, int(keep[row, h].sum()), dtype=torch.bool), mask[b, 0]], 1)
-                expected = plain_attention(query[b, q], keys[row, h, columns], values[row, h, columns], see, scaling, softcap)
+                expected = plain_attention(
+                    query[b, q], keys[row, h, columns], values[row, h, columns], see, scaling, softcap
+                )
                 error = (output[b, :, q].double() - expected).abs().max()
                 assert error < {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
 
@@ -146,7 +148,9 @@ def test_threads_with_caches_of_their_own_do_not_disturb_each_other():
     def answer(i):
         with torch.no_grad(), ProxyPrunedCache(model, FixedScorer(scores[i]), policy()) as cache:
             cache.prefill(ids[i])
-            return torch.cat([call_forward(model, input_ids=ids[i][:, j : j + 1], cache=cache).logits for j in range(9)])
+            return torch.cat(
+                [call_forward(model, input_ids=ids[i][:, j : j + 1], cache=cache).logits for j in range(9)]
+            )
 
     alone = [answer(i) for i in range(4)]
     together: list = [None] * 4

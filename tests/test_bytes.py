@@ -47,7 +47,9 @@ def test_at_three_tenths_at_most_32_percent_is_held(allocation, dtype):
     ids = random_ids(1, TOKENS)
     plain = DynamicCache()
     call_forward(model, input_ids=ids, cache=plain)
-    full = sum(layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes() for layer in plain.layers)
+    full = sum(
+        layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes() for layer in plain.layers
+    )
     with ProxyPrunedCache(model, RandomScorer(), bare(0.3, allocation)) as cache:
         cache.prefill(ids)
         assert reachable_bytes(cache) <= 0.32 * full

@@ -53,7 +53,9 @@ def test_continuations_equal_the_masked_reference(kind, allocation, group):
                 cache.prefill(ids)
                 ours = call_forward(model, input_ids=new, cache=cache).logits[0]
                 later = call_forward(model, input_ids=new, cache=cache).logits[0]
-                assert [[len(head) for head in cache.kept_indices(layer)] for layer in full] == keep[full].sum(-1).tolist()
+                assert [[len(head) for head in cache.kept_indices(layer)] for layer in full] == keep[full].sum(
+                    -1
+                ).tolist()
             tokens = new[0].tolist()
             torch.testing.assert_close(ours, reference.logits(row, tokens), atol=1e-4, rtol=1e-4)
             after = ReferenceRow(row.prompt, keep, tokens)

@@ -73,7 +73,9 @@ def test_a_follow_up_turn_sees_the_first_turn_at_true_positions(allocation):
         assert cache.get_seq_length() == second.shape[1] - 1
     reference, out = Reference(model), []
     for step in range(12):
-        row = ReferenceRow(ids[0].tolist(), keep, turn[0, TOKENS:-1].tolist() + ([] if not step else [int(turn[0, -1]), *out[:-1]]))
+        row = ReferenceRow(
+            ids[0].tolist(), keep, turn[0, TOKENS:-1].tolist() + ([] if not step else [int(turn[0, -1]), *out[:-1]])
+        )
         out.append(int(reference.logits(row, [out[-1] if out else int(turn[0, -1])])[-1].argmax()))
     assert second[0, turn.shape[1] :].tolist() == out
 
@@ -224,7 +226,9 @@ def test_rows_of_a_left_padded_batch_equal_solo_runs(kind, allocation, scorer):
     new = random_ids(4, 5, seed=9)
 
     def make(part):
-        return ProxyPrunedCache(model, SnapKVScorer(8) if scorer == "snapkv" else FixedScorer(part), bare(0.4, allocation))
+        return ProxyPrunedCache(
+            model, SnapKVScorer(8) if scorer == "snapkv" else FixedScorer(part), bare(0.4, allocation)
+        )
 
     distinct = [0, 1, 3]
     with make(scores[distinct]) as batch:

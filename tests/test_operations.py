@@ -138,7 +138,11 @@ def test_two_hundred_random_sequences_agree_with_the_reference(kind, allocation,
         pair = Pair(model, kind, allocation, rng.choice([0.1, 0.3, 0.6, 1.0]), seed)
         done = []
         for _ in range(9):
-            allowed = [op for op in pair.ops() if not (op == "crop" and kind == "gemma3") and not (op == "repeat" and len(pair.rows) > 4)]
+            allowed = [
+                op
+                for op in pair.ops()
+                if not (op == "crop" and kind == "gemma3") and not (op == "repeat" and len(pair.rows) > 4)
+            ]
             done.append(rng.choice(allowed))
             try:
                 pair.do(done[-1], rng, tmp_path)

@@ -81,6 +81,15 @@ def test_after_closing_or_collecting(ending, scorer):
     assert snapshot(model) == before
 
 
+def use(how, model, cache, ids):
+    if how == "prefill":
+        cache.prefill(ids)
+        for _ in range(3):
+            call_forward(model, input_ids=ids[:, :1], cache=cache)
+    else:
+        model.generate(ids, **{cache_keyword(model): cache}, max_new_tokens=6, do_sample=False)
+
+
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
 @pytest.mark.parametrize("scorer", [KVzipScorer, SnapKVScorer])
 @pytest.mark.parametrize("how", ["prefill", "generate"])
@@ -94,13 +103,7 @@ def test_after_an_exception(error, scorer, how, after_calls):
     ids = random_ids(1, 40)
     try:
         with pytest.raises((error, RuntimeError)):
-            if how == "prefill":
-                cache.prefill(ids)
-                call_forward(model, input_ids=ids[:, :1], cache=cache)
-                call_forward(model, input_ids=ids[:, :1], cache=cache)
-                call_forward(model, input_ids=ids[:, :1], cache=cache)
-            else:
-                model.generate(ids, **{cache_keyword(model): cache}, max_new_tokens=6, do_sample=False)
+            use(how, model, cache, ids)
     finally:
         handle.remove()
     if after_calls == 0 and (how == "prefill" or error is Boom):  # at once, while the cache still lives

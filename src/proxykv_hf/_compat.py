@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,19 +14,19 @@ CACHE_KEYWORDS = ("cache", "past_key_values")
 
 
 @functools.lru_cache(maxsize=64)
-def _forward_signature(model_class: type[nn.Module]) -> inspect.Signature:
-    return inspect.signature(model_class.forward)
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)
 
 
 def cache_keyword(model: nn.Module) -> str:
     """The name under which ``model``'s forward, and ``generate``, take a cache."""
-    parameters = _forward_signature(type(model)).parameters
+    parameters = _parameters(type(model).forward)
     return next((name for name in CACHE_KEYWORDS if name in parameters), CACHE_KEYWORDS[-1])
 
 
 def call_forward(model: nn.Module, *, cache: Any, **kwargs: Any) -> Any:
     """Call ``model`` with its cache under the right keyword; ``logits_to_keep`` only if it is known."""
-    if "logits_to_keep" not in _forward_signature(type(model)).parameters:
+    if "logits_to_keep" not in _parameters(type(model).forward):
         kwargs.pop("logits_to_keep", None)
     return model(**{cache_keyword(model): cache}, **kwargs)
 
@@ -35,7 +35,7 @@ def bind_forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     """A forward's arguments by name, positional ones too; the cache is always under ``"cache"``."""
     bound = dict(kwargs)
     if args:
-        names = [name for name in _forward_signature(type(model)).parameters if name != "self"]
+        names = [name for name in _parameters(type(model).forward) if name != "self"]
         bound.update(zip(names, args, strict=False))
     found = next((bound.pop(name) for name in CACHE_KEYWORDS if bound.get(name) is not None), None)
     bound["cache"] = found

@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -119,14 +119,14 @@ def _backend_function(name: str, module: nn.Module) -> Backend:
         default = namespace.get("eager_attention_forward")
         interface = namespace.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
         if default is not None or name in interface:
-            return interface.get_interface(name, default)  # type: ignore[no-any-return]
+            return interface.get_interface(name, default)
     raise UnsupportedModelError(
         f"expected {type(module).__name__}'s file to define eager_attention_forward as transformers' "
         "models do; load the model with attn_implementation='sdpa'"
     )
 
 
-def _attention_function(name: str) -> Backend:
+def _attention_function(name: str) -> Callable[..., Any]:
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> AttentionOutput:
@@ -149,16 +149,14 @@ class Attachment:
     """
 
     _lock = threading.RLock()
-    _of_model: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
-    _names: Counter[str] = Counter()
+    _of_model: ClassVar[weakref.WeakKeyDictionary[nn.Module, Attachment]] = weakref.WeakKeyDictionary()
+    _names: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, model: PreTrainedModel) -> None:
         configs = {id(config): config for config in self._configs(model)}
         self._saved = [(config, config._attn_implementation) for config in configs.values()]
         backends = {name for _, name in self._saved}
-        usable = {
-            name for name in backends if name in ("sdpa", "eager") or str(name).startswith("flash_attention")
-        }
+        usable = {name for name in backends if name in ("sdpa", "eager") or str(name).startswith("flash_attention")}
         if backends != usable:
             raise UnsupportedModelError(
                 f"expected attn_implementation 'sdpa', 'eager' or 'flash_attention_*', got "
@@ -168,8 +166,8 @@ class Attachment:
             self._names[name] += 1
             if self._names[name] == 1:
                 masks = AttentionMaskInterface._global_mapping
-                AttentionInterface.register(PREFIX + name, _attention_function(name))
-                AttentionMaskInterface.register(PREFIX + name, masks[name])
+                AttentionInterface._global_mapping[PREFIX + name] = _attention_function(name)
+                AttentionMaskInterface._global_mapping[PREFIX + name] = masks[name]
         for config, name in self._saved:
             config._attn_implementation_internal = PREFIX + name
         self._handles = [
@@ -236,7 +234,7 @@ class ForwardAware(Protocol):
 def _aware_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardAware | None:
     for argument in (*kwargs.values(), *args):
         if hasattr(argument, "before_forward") and hasattr(argument, "after_forward"):
-            return argument  # type: ignore[no-any-return]
+            return argument
     return None
 
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 import copy
 import enum
 import time
-import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from . import attention
 from ._compat import bind_forward, call_forward
@@ -33,18 +32,16 @@ from .errors import (
     GeometryError,
     InvalidInputError,
     InvalidPolicyError,
-    ProxyKVError,
-    ProxyKVWarning,
-    ScoringError,
     UnsupportedModelError,
 )
 from .geometry import ModelGeometry
 from .layers import PrunedLayer
+from .prefill import Prefill, Taps, checked_scores
 from .prompt import Context, Prompt, left_pad, read_prompt
 from .pruning import is_ragged, keep_masks, prune_layers, warn_over_budget
 from .report import CacheReport
 from .retention import RetentionPolicy, pack_mask, unpack_mask
-from .scorers.base import Observation, Scorer, ScorerRun, ScoringRequest
+from .scorers.base import Scorer
 from .snapshot import load_cache, save_cache
 from .storage import own, storage_bytes
 
@@ -78,6 +75,8 @@ class ProxyPrunedCache(DynamicCache):
     continuation, and so does a follow-up after ``max_new_tokens=1``: call ``report()`` in between.
     """
 
+    layers: list[Any]  # `PrunedLayer`s, and transformers' own sliding-window layers
+
     def __init__(
         self,
         target: PreTrainedModel,
@@ -108,12 +107,12 @@ class ProxyPrunedCache(DynamicCache):
         """Take the model's attention and start empty."""
         # `DynamicCache.__init__` is passed over: it would make layers of its own kinds.
         Cache.__init__(self, layers=self._new_layers())
-        self._taps: list[torch.utils.hooks.RemovableHandle] = []
+        self._taps: Taps = []
         attachment = attention.Attachment.attach(self.target)
         self._finalizer = weakref.finalize(self, _let_go, attachment, self._taps)
         self._start_empty()
 
-    def _new_layers(self) -> list[CacheLayerMixin]:
+    def _new_layers(self) -> list[Any]:
         return [
             PrunedLayer(index) if window is None else DynamicSlidingWindowLayer(sliding_window=window)
             for index, window in enumerate(self.geometry.sliding_windows)
@@ -122,16 +121,9 @@ class ProxyPrunedCache(DynamicCache):
     def _start_empty(self) -> None:
         self.layers = self._new_layers()
         self._phase = _Phase.EMPTY
-        self._context = self._default_context
         self._in_forward = False
-        self._cropped = False
         self._recording = False
-        self._scorers: dict[str, Scorer] = {} if self.scorer is None else {self.scorer.name: self.scorer}
-        self._runs: dict[str, ScorerRun] = {}
-        self._chunks: list[Tensor | None] = []
-        self._mask: Tensor | None = None
-        self._next_positions: Tensor | None = None
-        self._drafts = 0
+        self._prefill = self._new_prefill(self._default_context)
         self._prompt: Prompt | None = None
         self._rows = torch.empty(0, dtype=torch.long)
         self._kept: Tensor | None = None  # [R, L_full, H, ceil(P / 8)], packed bits
@@ -139,6 +131,21 @@ class ProxyPrunedCache(DynamicCache):
         self._devices = {"target": str(self.target.device)}
         self._bytes_peak = 0
         self._fallback: str | None = None
+
+    def _new_prefill(
+        self, context: Context | None, scorers: Mapping[str, Scorer] | None = None, strict: bool = False
+    ) -> Prefill:
+        if scorers is None:
+            scorers = {} if self.scorer is None else {self.scorer.name: self.scorer}
+        return Prefill(
+            self.target,
+            self.geometry,
+            scorers,
+            tokenizer=self.tokenizer,
+            context=context,
+            strict=strict or self.strict,
+            taps=self._taps,
+        )
 
     # ---------------------------------------------------------------- what a user calls
 
@@ -182,14 +189,12 @@ class ProxyPrunedCache(DynamicCache):
         if attention_mask is not None:
             mask = attention_mask.to(self.target.device)
             inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        self._context = context
-        if scorers is not None:
-            self._scorers = dict(scorers)
+        self._prefill = self._new_prefill(context, scorers, strict=not prune)
         try:
             call_forward(self.target, cache=self, use_cache=True, logits_to_keep=1, **inputs)
             return self._settle(prune)
         except BaseException:
-            if self._phase is _Phase.PREFILL:
+            if not self._is_settled():
                 self._spoil()
             raise
 
@@ -209,7 +214,7 @@ class ProxyPrunedCache(DynamicCache):
             raise CacheStateError("expected a whole cache: make one with prefill(..., prune=False)")
         started = time.perf_counter()
         twin = self._twin(policy)
-        twin._prune(self._checked(scores, self._prompt), policy)
+        twin._prune(checked_scores(scores, self.geometry, self._prompt), policy)
         twin._seconds["prune"] = time.perf_counter() - started
         return twin
 
@@ -343,16 +348,23 @@ class ProxyPrunedCache(DynamicCache):
         self._check_usable()
         call = bind_forward(model, args, kwargs)
         batch, tokens = self._check_input(call)
-        if self._phase is _Phase.PREFILL and (tokens == 1 or self._cropped):
+        if self._phase is _Phase.PREFILL and (tokens == 1 or self._prefill.cropped):
             self._settle()
-        if self._phase is _Phase.EMPTY:
-            if not self._scorers:
+        if self._phase is _Phase.PREFILL:
+            self._prefill.extend(call, (batch, tokens))
+        elif self._phase is _Phase.EMPTY:
+            if not self._prefill.scorers:
                 raise CacheStateError("this cache was made without a scorer and cannot prefill: load(..., scorer=...)")
             # Assisted decoding sends drafts along with the prompt, and wants logits from the last prompt token on.
-            if self._recording and isinstance(call.get("logits_to_keep"), int):
-                self._drafts = max(0, call["logits_to_keep"] - 1)
-        if self._phase in (_Phase.EMPTY, _Phase.PREFILL):
-            self._note_chunk(call, (batch, tokens))
+            logits = call.get("logits_to_keep")
+            drafts = max(0, logits - 1) if self._recording and isinstance(logits, int) else 0
+            try:
+                self._prefill.begin(call, (batch, tokens), drafts, self._full_layers())
+            except BaseException:
+                self._start_empty()
+                raise
+            self._rows = torch.arange(batch)
+            self._phase = _Phase.PREFILL
         self._in_forward = True
         self._forward_started = time.perf_counter()
 
@@ -380,47 +392,6 @@ class ProxyPrunedCache(DynamicCache):
                 f"kept) and {tokens} new ones, got {[*mask.shape]}"
             )
         return batch, tokens
-
-    def _note_chunk(self, call: dict[str, Any], shape: tuple[int, int]) -> None:
-        """Remember a chunk of the prompt, and have the scorers begin or go on."""
-        self._chunks.append(call.get("input_ids"))
-        self._mask = call.get("attention_mask")
-        positions = call.get("position_ids")
-        if positions is not None and positions.ndim == 2:
-            self._next_positions = positions[:, -1].expand(shape[0]).cpu() + 1
-        else:
-            self._next_positions = None
-        self._rows = torch.arange(shape[0])
-        if self._phase is _Phase.EMPTY:
-            self._phase = _Phase.PREFILL
-            try:
-                self._begin(shape)
-            except BaseException:
-                self._start_empty()
-                raise
-        else:
-            for name in [name for name in self._runs if not self._scorers[name].observes]:
-                self._runs.pop(name).cancel()
-
-    def _begin(self, shape: tuple[int, int]) -> None:
-        request, _ = self._request((shape[0], shape[1] - self._drafts), first_chunk=True)
-        for name, scorer in self._scorers.items():
-            try:
-                self._runs[name] = scorer.begin(request)
-            except ValueError:  # refused: there is no use in a prefill
-                raise
-            except Exception as error:
-                self._fall_back(name, error)
-        observers = [run for name, run in self._runs.items() if self._scorers[name].observes]
-        if observers:
-            self._taps.extend(attention.tap_hidden(self.target))
-
-        def watch(observation: Observation) -> None:
-            for run in observers:
-                run.observe(observation)
-
-        for layer in self._full_layers():
-            layer.watch = watch
 
     def after_forward(self, model: nn.Module, succeeded: bool) -> None:
         """Called as a forward with this cache ends; not for a KeyboardInterrupt in its midst."""
@@ -470,12 +441,7 @@ class ProxyPrunedCache(DynamicCache):
             if layer.is_initialized and (isinstance(layer, PrunedLayer) or count or layer.record_past):
                 layer.crop(tokens_to_remove)
         if self._phase is _Phase.PREFILL:
-            self._cropped = True
-            ids = None if self._chunks[0] is None else torch.cat([c for c in self._chunks if c is not None], dim=1)
-            self._chunks = [None if ids is None else ids[:, : seen - count]]
-            self._mask = None if self._mask is None else self._mask[:, : seen - count]
-            self._next_positions = None if self._next_positions is None else self._next_positions - count
-            self._drafts = max(0, self._drafts - count)
+            self._prefill.crop(count, seen)
         elif self._prompt is not None and seen - count < self._prompt.columns:
             self._prompt = self._prompt.cropped(self._prompt.columns - (seen - count))
 
@@ -510,7 +476,7 @@ class ProxyPrunedCache(DynamicCache):
         """Back to empty; also a way on after an exception has spoiled the cache."""
         if self._phase is _Phase.CLOSED:
             self._check_usable()
-        self._cancel_runs()
+        self._prefill.cancel()
         if self._phase is _Phase.SPOILED:
             self._open()
         else:
@@ -518,7 +484,7 @@ class ProxyPrunedCache(DynamicCache):
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
         self._settle()
-        return super().__iter__()  # type: ignore[no-any-return]
+        return super().__iter__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProxyPrunedCache:
         memo[id(self)] = twin = self.fork()
@@ -547,87 +513,30 @@ class ProxyPrunedCache(DynamicCache):
             return self._finish_prefill(prune)
         except BaseException as error:
             if self._prompt is not None and isinstance(error, Exception):
-                self._cancel_runs()
+                self._prefill.cancel()
                 self._phase = _Phase.READY  # whole, and right
             else:
                 self._spoil()
             raise
 
     def _finish_prefill(self, prune: bool) -> dict[str, Tensor]:
-        seen = self.get_seq_length()
-        request, self._rows = self._request((len(self._rows), seen - self._drafts))
-        self._prompt = request.prompt.without_ids()
-        self._mask = self._next_positions = None
-        self._chunks = []
-        self._drop_taps()
-        for layer in self._full_layers():
-            layer.watch = None
-        scores: dict[str, Tensor] = {}
-        for name, scorer in self._scorers.items():
-            if self._fallback is not None:
-                break
-            started = time.perf_counter()
-            try:
-                run = self._runs.pop(name, None) or scorer.begin(request)
-                scores[name] = self._checked(run.finish(_WholeView(self, request)), request.prompt)
-                self._seconds |= run.seconds
-                self._devices |= run.devices
-            except Exception as error:
-                if not prune:
-                    raise
-                self._fall_back(name, error)
-            self._seconds["wait"] = self._seconds.get("wait", 0.0) + time.perf_counter() - started
+        prefill = self._prefill
+        prompt, self._rows = prefill.read(self.get_seq_length())
+        self._prompt = prompt.without_ids()
+        scores = prefill.finish(prompt, self._rows, self.layers)
+        self._fallback = prefill.fallback
+        self._seconds |= prefill.seconds
+        self._devices |= prefill.devices
         started = time.perf_counter()
         if prune and scores:
             self._prune(next(iter(scores.values())), self.policy)
-        self._phase = _Phase.READY
         for layer in self.layers:
             if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would hold the whole prompt
                 layer.keys, layer.values = own(layer.keys), own(layer.values)
         self._seconds["prune"] = time.perf_counter() - started
+        self._phase = _Phase.READY
+        self._prefill = self._new_prefill(self._default_context)  # lets go of the prompt
         return scores
-
-    def _request(self, shape: tuple[int, int], first_chunk: bool = False) -> tuple[ScoringRequest, Tensor]:
-        """What is to be scored, and each batch row's distinct row."""
-        ids = None if self._chunks[0] is None else torch.cat([c for c in self._chunks if c is not None], dim=1)
-        positions = None if self._next_positions is None else self._next_positions - self._drafts
-        context = self._context
-        if first_chunk:
-            # More chunks may come, and the span is in positions of them all.
-            try:
-                prompt, rows = read_prompt(ids, self._mask, positions, context, shape)
-            except InvalidInputError:
-                prompt, rows = read_prompt(ids, None, positions, None, shape)
-        else:
-            prompt, rows = read_prompt(ids, self._mask, positions, context, shape)
-        return ScoringRequest(prompt, self.geometry, self.tokenizer), rows
-
-    def _checked(self, scores: Tensor, prompt: Prompt) -> Tensor:
-        expected = (
-            len(prompt.lengths), self.geometry.num_layers, self.geometry.num_key_value_heads, prompt.columns,
-        )  # fmt: skip
-        if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
-            got = [*scores.shape] if isinstance(scores, Tensor) else type(scores).__name__
-            raise ScoringError(f"expected scores [R, L, H, N] = {[*expected]}, got {got}")
-        full = list(self.geometry.full_layers)
-        for row, pad in enumerate(prompt.pads):
-            if scores[row, full, :, pad:].isnan().any():
-                raise ScoringError(f"the scores of row {row} hold NaN")
-        return scores.detach()
-
-    def _fall_back(self, name: str, error: Exception) -> None:
-        """Raise if strict, else remember and warn."""
-        self._cancel_runs()
-        if self.strict:
-            if isinstance(error, ProxyKVError):
-                raise error
-            raise ScoringError(f"scorer {name!r} failed: {type(error).__name__}: {error}") from error
-        self._fallback = f"{name}: {type(error).__name__}: {error}"
-        warnings.warn(
-            f"the cache stays uncompressed, since its scorer failed ({self._fallback}); strict=True raises instead",
-            ProxyKVWarning,
-            stacklevel=4,
-        )
 
     def _prune(self, scores: Tensor, policy: RetentionPolicy) -> None:
         """Shrink the layers, one after another, to what ``policy`` keeps."""
@@ -639,9 +548,8 @@ class ProxyPrunedCache(DynamicCache):
         if keep.all():
             return
         held = storage_bytes(list(self.tensors()))
-        for index, layer in prune_layers(
-            self._full_layers(), keep, self._rows, is_ragged(keep, self._prompt)
-        ):
+        ragged = is_ragged(keep, self._prompt)
+        for index, layer in prune_layers(self._full_layers(), keep, self._rows, ragged):
             added = storage_bytes(layer.tensors())
             self._bytes_peak = max(self._bytes_peak, held + added)
             held += added - storage_bytes(self.layers[index].tensors())
@@ -659,6 +567,9 @@ class ProxyPrunedCache(DynamicCache):
 
     # ---------------------------------------------------------------- state
 
+    def _is_settled(self) -> bool:
+        return self._phase is not _Phase.PREFILL
+
     def _full_layers(self) -> Iterator[PrunedLayer]:
         return (layer for layer in self.layers if isinstance(layer, PrunedLayer))
 
@@ -668,7 +579,9 @@ class ProxyPrunedCache(DynamicCache):
         if self._phase is _Phase.CLOSED:
             raise CacheStateError("the cache is closed: make a new one")
         if self._phase is _Phase.SPOILED:
-            raise CacheStateError("an exception in a forward left the cache half written: call reset() or make a new one")
+            raise CacheStateError(
+                "an exception in a forward left the cache half written: call reset() or make a new one"
+            )
 
     def _twin(self, policy: RetentionPolicy) -> ProxyPrunedCache:
         """A ready or empty cache with this one's content, memory shared until written."""
@@ -694,7 +607,7 @@ class ProxyPrunedCache(DynamicCache):
     def _restore(
         self,
         *,
-        layers: list[CacheLayerMixin],
+        layers: list[Any],
         prompt: Prompt | None,
         rows: Tensor,
         kept: Tensor | None,
@@ -709,21 +622,13 @@ class ProxyPrunedCache(DynamicCache):
         self._phase = _Phase.EMPTY if prompt is None else _Phase.READY
         self._note_peak()
 
-    def _cancel_runs(self) -> None:
-        while self._runs:
-            self._runs.popitem()[1].cancel()
-
-    def _drop_taps(self) -> None:
-        while self._taps:
-            self._taps.pop().remove()
-
     def _spoil(self) -> None:
         attention.forget()
         self._let_go(_Phase.SPOILED)
 
     def _let_go(self, phase: _Phase) -> None:
         if self._phase is not _Phase.CLOSED:
-            self._cancel_runs()
+            self._prefill.cancel()
             self._start_empty()
             self._phase = phase
             self._finalizer()
@@ -742,40 +647,11 @@ class ProxyPrunedCache(DynamicCache):
                 per_token = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
                 total += keys.shape[0] * layer.get_seq_length() * per_token
             else:
-                total += storage_bytes([layer.keys, layer.values])
+                total += layer.keys.nbytes + layer.values.nbytes
         return total
 
 
-class _WholeView:
-    """A prefilled cache as scorers read it; reading it sets nothing off."""
-
-    def __init__(self, cache: ProxyPrunedCache, request: ScoringRequest) -> None:
-        self._cache = cache
-        self.request = request
-
-    @property
-    def target(self) -> PreTrainedModel:
-        return self._cache.target
-
-    def batch_row(self, row: int) -> int:
-        """See `scorers.base.WholeCache`."""
-        return int((self._cache._rows == row).nonzero()[0])
-
-    def states(self, row: int) -> Sequence[tuple[Tensor, Tensor]]:
-        """See `scorers.base.WholeCache`."""
-        seen, prompt = self._cache.get_seq_length(), self.request.prompt
-        batch_row = self.batch_row(row)
-        states = []
-        for layer in self._cache.layers:
-            first = seen - layer.keys.shape[2]  # the column of what is stored first
-            columns = slice(max(0, prompt.pads[row] - first), prompt.columns - first)
-            states.append(
-                (layer.keys[batch_row, :, columns].unsqueeze(0), layer.values[batch_row, :, columns].unsqueeze(0))
-            )
-        return states
-
-
-def _let_go(attachment: attention.Attachment, taps: list[torch.utils.hooks.RemovableHandle]) -> None:
+def _let_go(attachment: attention.Attachment, taps: Taps) -> None:
     while taps:
         taps.pop().remove()
     attachment.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,13 +50,12 @@ def prune_dynamic_cache(
         raise CacheStateError(
             f"expected a plain DynamicCache, got {type(cache).__name__}; a ProxyPrunedCache has compress()"
         )
-    places = [index for index, layer in enumerate(cache.layers) if not isinstance(layer, DynamicSlidingWindowLayer)]
-    if not places or any(
-        type(cache.layers[index]) is not DynamicLayer or not cache.layers[index].is_initialized for index in places
-    ):
+    layers: list[Any] = cache.layers
+    places = [index for index, layer in enumerate(layers) if not isinstance(layer, DynamicSlidingWindowLayer)]
+    if not places or any(type(layers[i]) is not DynamicLayer or not layers[i].is_initialized for i in places):
         raise CacheStateError("expected a prefilled cache with full-attention layers that are whole")
-    batch, heads, tokens, _ = cache.layers[places[0]].keys.shape
-    expected = (batch, len(cache.layers), heads, tokens)
+    batch, heads, tokens, _ = layers[places[0]].keys.shape
+    expected = (batch, len(layers), heads, tokens)
     if tuple(scores.shape) != expected:
         raise ScoringError(f"expected scores [B, L, H, N] = {[*expected]}, got {[*scores.shape]}")
     prompt, rows = read_prompt(None, attention_mask, None, context, (batch, tokens))
@@ -73,12 +73,11 @@ def prune_dynamic_cache(
         warn_over_budget(over_budget)
     if keep.all():
         return
-    whole = (PrunedLayer(i, DenseStorage(cache.layers[i].keys, cache.layers[i].values)) for i in places)
-    for index, layer in prune_layers(whole, keep, rows, ragged):
-        cache.layers[index] = layer
-    for layer in cache.layers:
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.keys, layer.values = own(layer.keys), own(layer.values)
+    whole = (PrunedLayer(i, DenseStorage(layers[i].keys, layers[i].values)) for i in places)
+    for index, pruned in prune_layers(whole, keep, rows, ragged):
+        layers[index] = pruned
+    for index in set(range(len(layers))) - set(places):  # a sliding layer's view would hold the whole prompt
+        layers[index].keys, layers[index].values = own(layers[index].keys), own(layers[index].values)
     if ragged:
         assert target is not None
         weakref.finalize(cache, Attachment.attach(target).release)

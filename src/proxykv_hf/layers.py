@@ -45,7 +45,7 @@ class PrunedLayer(DynamicLayer):
         self.watch: Watch | None = None
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         return self.storage is not None
 
     def _dense(self) -> DenseStorage | None:
@@ -77,9 +77,7 @@ class PrunedLayer(DynamicLayer):
         """Columns that the mask covers."""
         return 0 if self.storage is None else self.storage.length
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store `[B, H, q, D]` and `[B, H, q, Dv]`; return what the attention function is to be given."""
         if self.storage is None:
             self.storage = DenseStorage(key_states, value_states)
@@ -128,7 +126,7 @@ class PrunedLayer(DynamicLayer):
             representatives: `[R]`, a batch row for each distinct one.
             ragged: Whether heads or rows keep different numbers.
         """
-        assert isinstance(self.storage, DenseStorage) and self.offset == 0
+        assert isinstance(self.storage, DenseStorage)
         prompt = keep.shape[2]
         if ragged:
             ragged_storage = RaggedStorage.from_dense(self.storage, keep, rows, representatives)

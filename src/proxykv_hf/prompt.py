@@ -144,9 +144,7 @@ def context_of(context: Context | None, row: int, batch: int) -> tuple[int, int]
     return (int(spans[row][0]), int(spans[row][1]))  # type: ignore[index]
 
 
-def _contexts(
-    spans: Sequence[tuple[int, int] | None], lengths: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
+def _contexts(spans: Sequence[tuple[int, int] | None], lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     contexts = []
     for span, length in zip(spans, lengths, strict=True):
         start, stop = (0, length) if span is None else span

@@ -90,7 +90,7 @@ def reconstruction_scores(
     with attention.attached(model):
         for start, stop, ids in repeat_inputs(tokenizer, input_ids[slice(*context)], chunk_tokens):
             chunk = (context[0] + start, context[0] + stop)
-            layers = [
+            layers: list[Any] = [
                 _ReadOnlyLayer(keys, values, tokens)
                 if window is not None
                 else _ScoringLayer(keys, values, tokens, chunk, min(sink_tokens, chunk[0]))
@@ -102,9 +102,7 @@ def reconstruction_scores(
             positions = position + torch.arange(len(ids), device=model.device)
             call_forward(decoder, input_ids=ids[None], position_ids=positions[None], cache=Cache(layers=layers))
             for index in geometry.full_layers:
-                layer = layers[index]
-                assert isinstance(layer, _ScoringLayer) and layer.scores is not None
-                scores[index, :, slice(*chunk)] = layer.scores
+                scores[index, :, slice(*chunk)] = layers[index].scores
     return scores
 
 
@@ -113,6 +111,9 @@ class _ReadOnlyLayer(DynamicLayer):
 
     is_sliding = False
     is_initialized = True
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor, seen: int) -> None:
         self.keys, self.values, self.seen = keys, values, seen

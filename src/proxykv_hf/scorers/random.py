@@ -35,6 +35,6 @@ class _RandomRun(ScorerRun):
         scores = torch.zeros(len(prompt.lengths), *heads, prompt.columns)
         for row, (pad, length) in enumerate(zip(prompt.pads, prompt.lengths, strict=True)):
             ids = b"" if prompt.input_ids is None else prompt.row_ids(row).to(torch.int64).numpy().tobytes()
-            generator = torch.Generator().manual_seed(self.seed * (1 << 32) + zlib.crc32(ids))
+            generator = torch.Generator().manual_seed(zlib.crc32(ids, self.seed & 0xFFFFFFFF))
             scores[row, :, :, pad:] = torch.rand(*heads, length, generator=generator)
         return scores.to(cache.target.device)

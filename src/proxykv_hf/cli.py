@@ -1,0 +1,147 @@
+"""``proxykv``: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from ._compat import cache_keyword
+from .errors import InvalidInputError, ProxyKVError
+from .scorers.base import Scorer
+
+#: Scorers by name; made only when asked for.
+SCORERS = ("kvzip", "snapkv", "random")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0, or 2 after an error that was the input's fault."""
+    parser = argparse.ArgumentParser(prog="proxykv", description="Truly smaller KV caches for transformers.")
+    parser.add_argument("--version", action="version", version=f"proxykv-hf {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_generate(commands)
+    parsed = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], None] = parsed.run
+    try:
+        run(parsed)
+    except (ProxyKVError, OSError, ValueError) as error:
+        print(f"proxykv: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="answer questions about a document from a pruned cache",
+        description="Prefill a document once, prune its cache without having seen the questions, answer them.",
+    )
+    parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="the document; - (default) is stdin")
+    parser.add_argument("--target", required=True, help="a folder, a Hub id, or a name from examples/models.py")
+    parser.add_argument("--question", required=True, action="append", help="may be given several times")
+    parser.add_argument("--scorer", choices=SCORERS, default="kvzip", help="what rates the KV pairs (default: kvzip)")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--retention-ratio", type=float, help="share of KV pairs kept, in (0, 1] (default: 0.3)")
+    budget.add_argument("--max-tokens", type=int, help="instead: context tokens kept per head, on average")
+    parser.add_argument("--allocation", choices=("global", "uniform"), default="global")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="length of an answer (default: 64)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from .retention import RetentionPolicy
+
+    ratio = arguments.retention_ratio
+    policy = RetentionPolicy(
+        retention_ratio=0.3 if ratio is None and arguments.max_tokens is None else ratio,
+        max_tokens=arguments.max_tokens,
+        allocation=arguments.allocation,
+    )
+    if arguments.max_new_tokens < 1:
+        raise InvalidInputError(f"--max-new-tokens: expected at least 1, got {arguments.max_new_tokens}")
+    document = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+    if not document.strip():
+        raise InvalidInputError(f"expected a document, but {arguments.file} is empty")
+    folder = _resolve(arguments.target)
+
+    # Heavy imports come after the arguments are known to be right.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .cache import ProxyPrunedCache
+    from .chat import chat_affixes, encode
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
+
+    before, after = chat_affixes(tokenizer)
+    prefix, context = encode(tokenizer, before), encode(tokenizer, document)
+    turns = [encode(tokenizer, f"\n\n{question}{after}") for question in arguments.question]
+    longest = len(prefix) + len(context) + max(map(len, turns)) + arguments.max_new_tokens
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise InvalidInputError(
+            f"document, question and answer take {longest} tokens and {arguments.target} has {limit} positions: "
+            "give a shorter document, or a model for longer ones"
+        )
+    prompt = torch.tensor([prefix + context], device=device)
+    print(f"Reading {prompt.shape[1]} tokens …", file=sys.stderr)
+    answers = []
+    with ProxyPrunedCache(model, _scorer(arguments.scorer), policy, tokenizer=tokenizer) as cache:
+        cache.prefill(prompt, context=(len(prefix), prompt.shape[1]))
+        for question, turn in zip(arguments.question, turns, strict=True):
+            ids = torch.cat([prompt, torch.tensor([turn], device=device)], dim=1)
+            with cache.fork() as fork:
+                out = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    max_new_tokens=arguments.max_new_tokens,
+                    pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+                    **{cache_keyword(model): fork},
+                )
+            answer = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+            answers.append({"question": question, "answer": answer})
+            if not arguments.json:
+                print(answer)
+        report = cache.report()
+    if arguments.json:
+        settings = {"target": arguments.target, "scorer": arguments.scorer, "policy": policy.to_dict()}
+        print(json.dumps(settings | {"answers": answers, "report": report.to_dict()}))
+    else:
+        print(f"\n{report}")
+
+
+def _scorer(name: str) -> Scorer:
+    from .scorers.kvzip import KVzipScorer
+    from .scorers.random import RandomScorer
+    from .scorers.snapkv import SnapKVScorer
+
+    scorers: dict[str, Callable[[], Scorer]] = {"kvzip": KVzipScorer, "snapkv": SnapKVScorer, "random": RandomScorer}
+    return scorers[name]()
+
+
+def _resolve(target: str) -> str:
+    """A folder or Hub id as it is; in a checkout also a short name of ``examples/models.py``."""
+    models = Path(__file__).resolve().parents[2] / "examples" / "models.py"
+    if Path(target).exists() or not models.is_file():
+        return target
+    spec = importlib.util.spec_from_file_location("proxykv_example_models", models)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return str(module.resolve(target)) if target in module.MODELS else target
+
+
+if __name__ == "__main__":
+    sys.exit(main())

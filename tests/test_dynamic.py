@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import Reference, ReferenceRow, slow_selection
+from tiny import pad_left, random_ids, random_scores, tiny_model
+from transformers import DynamicCache, StaticCache
+
+from proxykv_hf import (
+    CacheStateError,
+    InvalidInputError,
+    ProxyKVWarning,
+    ProxyPrunedCache,
+    RetentionPolicy,
+    ScoringError,
+    prune_dynamic_cache,
+)
+from proxykv_hf._compat import cache_keyword, call_forward
+
+TOKENS = 40
+
+
+def policy(allocation="uniform", ratio=0.3, **kwargs):
+    return RetentionPolicy(ratio, allocation=allocation, **{"sink_tokens": 0, "recent_tokens": 0} | kwargs)
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+@pytest.mark.parametrize(("kind", "with_config"), [("llama", True), ("llama", False), ("gemma3", True)])
+def test_a_plain_cache_shrinks_and_goes_on_like_the_reference(kind, allocation, with_config):
+    model = tiny_model(kind)
+    ids, scores = random_ids(1, TOKENS), random_scores(model, 1, TOKENS)
+    cache = DynamicCache(config=model.config) if with_config else DynamicCache()
+    call_forward(model, input_ids=ids, cache=cache)
+    full = [i for i, layer in enumerate(cache.layers) if not layer.is_sliding]
+    before = sum(cache.layers[i].keys.nbytes for i in full)
+    prune_dynamic_cache(cache, scores, policy(allocation), target=model if allocation == "global" else None)
+    keep = torch.ones(scores.shape[1:], dtype=torch.bool)
+    keep[full] = slow_selection(scores[0, full], 0.3, allocation)
+    held = sum(next(iter(cache.layers[i].tensors())).untyped_storage().nbytes() for i in full)
+    assert held == pytest.approx(0.3 * before, rel=0.01)
+    assert cache.get_seq_length() == TOKENS
+    row = ReferenceRow(ids[0].tolist(), keep)
+    new = random_ids(1, 5, seed=1)
+    logits = call_forward(model, input_ids=new, cache=cache).logits[0]
+    torch.testing.assert_close(logits, Reference(model).logits(row, new[0].tolist()), atol=1e-4, rtol=1e-4)
+    more = torch.cat([ids, new, random_ids(1, 2, seed=2)], 1)
+    out = model.generate(more, **{cache_keyword(model): cache}, max_new_tokens=4, do_sample=False)
+    assert out.shape[1] == TOKENS + 11
+
+
+def test_a_padded_batch_needs_the_model_and_equals_a_pruned_cache():
+    model = tiny_model()
+    ids, mask = pad_left([random_ids(1, n, seed=n)[0] for n in (40, 25)])
+    scores = random_scores(model, 2, TOKENS)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache()
+    call_forward(model, input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache)
+    with pytest.raises(InvalidInputError, match="pass target=model"):
+        prune_dynamic_cache(cache, scores, policy(), attention_mask=mask)
+    prune_dynamic_cache(cache, scores, policy(), target=model, attention_mask=mask)
+    new, grown = random_ids(2, 3), torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], 1)
+    inputs = {"input_ids": new, "attention_mask": grown, "position_ids": (grown.cumsum(1) - 1)[:, -3:]}
+    logits = call_forward(model, cache=cache, **inputs).logits
+    from proxykv_hf import FixedScorer
+
+    with ProxyPrunedCache(model, FixedScorer(scores), policy()) as ours:
+        ours.prefill(ids, mask)
+        torch.testing.assert_close(call_forward(model, cache=ours, **inputs).logits, logits)
+
+
+def test_what_cannot_be_pruned_says_why_and_stays_whole():
+    model = tiny_model()
+    scores = random_scores(model, 1, TOKENS)
+    with pytest.raises(CacheStateError, match="expected a prefilled cache"):
+        prune_dynamic_cache(DynamicCache(), scores, policy())
+    with pytest.raises(CacheStateError, match="got StaticCache"):
+        prune_dynamic_cache(StaticCache(config=model.config, max_cache_len=8), scores, policy())
+    with ProxyPrunedCache(model, None, policy()) as ours, pytest.raises(CacheStateError, match=r"has compress\(\)"):
+        prune_dynamic_cache(ours, scores, policy())
+    cache = DynamicCache()
+    call_forward(model, input_ids=random_ids(1, TOKENS), cache=cache)
+    with pytest.raises(ScoringError, match=r"= \[1, 3, 2, 40\], got \[1, 3, 2, 39\]"):
+        prune_dynamic_cache(cache, scores[..., 1:], policy())
+    with pytest.raises(ScoringError, match="NaN"):
+        prune_dynamic_cache(cache, scores * torch.nan, policy())
+    with pytest.raises(InvalidInputError, match="pass target=model"):
+        prune_dynamic_cache(cache, scores, policy("global"))
+    with pytest.raises(InvalidInputError, match="context"):
+        prune_dynamic_cache(cache, scores, policy(), context=(0, 99))
+    assert cache.layers[0].keys.shape[2] == TOKENS
+    prune_dynamic_cache(cache, scores, policy(ratio=1.0))
+    with pytest.warns(ProxyKVWarning, match="do not fit"):
+        prune_dynamic_cache(cache, scores, policy(ratio=0.05, sink_tokens=4))
+    with pytest.raises(CacheStateError, match="that are whole"):
+        prune_dynamic_cache(cache, scores, policy())

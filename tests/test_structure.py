@@ -1,0 +1,82 @@
+"""The package's shape: who imports whom, what is exported, what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import proxykv_hf
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "proxykv_hf"
+
+#: A file imports only from levels below its own.
+LEVELS = {
+    0: ["errors", "_compat"],
+    1: ["geometry", "retention", "storage", "prompt", "chat", "report"],
+    2: ["attention", "scorers.base"],
+    3: ["layers", "reconstruction"],
+    4: ["prefill", "pruning", "snapshot"],
+    5: ["cache", "dynamic"],
+    6: ["scorers.fixed", "scorers.kvzip", "scorers.random", "scorers.snapkv"],
+    9: ["__init__", "cli", "scorers.__init__"],
+}
+LEVEL = {name: level for level, names in LEVELS.items() for name in names}
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield ".".join(path.relative_to(PACKAGE).with_suffix("").parts), path
+
+
+def imports_of(path: Path, name: str) -> list[str]:
+    found = []
+    package = name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - (node.level - 1)]
+            if node.module:
+                found.append(".".join([*base, node.module]))
+            else:
+                found += [".".join([*base, alias.name]) for alias in node.names if alias.name != "__version__"]
+    return found
+
+
+def test_every_module_has_a_level():
+    assert sorted(LEVEL) == sorted(name for name, _ in modules())
+
+
+@pytest.mark.parametrize(("name", "path"), list(modules()))
+def test_imports_go_down(name, path):
+    for imported in imports_of(path, name):
+        if name == "snapshot" and imported == "cache":  # for type checkers only
+            continue
+        assert LEVEL[imported] < LEVEL[name], f"{name} imports {imported}"
+
+
+def test_exports_are_sorted_and_there():
+    assert proxykv_hf.__all__ == sorted(proxykv_hf.__all__)
+    for name in proxykv_hf.__all__:
+        assert getattr(proxykv_hf, name).__doc__
+
+
+def test_importing_drags_in_nothing_optional_and_does_no_work():
+    optional = ["tqdm.auto", "gguf", "matplotlib", "accelerate", "datasets", "sklearn", "pytest"]
+    code = (
+        "import sys, transformers, transformers.modeling_utils; before = set(sys.modules);"
+        "from transformers import AttentionInterface as A; names = set(A._global_mapping);"
+        "import proxykv_hf; new = set(sys.modules) - before;"
+        f"print([m for m in {optional} if m in new], sorted(set(A._global_mapping) - names))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] []"
+
+
+def test_the_changelog_knows_the_version():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(proxykv_hf.__version__)}\b", changelog, re.MULTILINE)
