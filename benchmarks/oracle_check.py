@@ -113,7 +113,8 @@ def run_teacher(arguments: argparse.Namespace) -> None:
         with safe_open(path, framework="pt") as file:
             ids, theirs = file.get_tensor("input_ids").long(), file.get_tensor("scores")
         context = (len(ids) - theirs.shape[-1], len(ids))
-        result = compare(oracle_scores(model, tokenizer, ids, context), theirs)
+        # Rounded as theirs are, so that what float16 makes equal is equal on both sides.
+        result = compare(oracle_scores(model, tokenizer, ids, context).to(theirs.dtype), theirs)
         lowest = min(lowest, *result["global"].values(), *result["within_heads"].values())
         print(json.dumps({"check": "teacher", "document": path.name, "tokens": len(ids), **result}), flush=True)
     print(json.dumps({"check": "teacher", "documents": len(files), "lowest_agreement": lowest}))
@@ -148,13 +149,18 @@ def run_questions(arguments: argparse.Namespace) -> None:
             caches = {"full": cache} | {
                 f"kvzip {ratio}": cache.compress(scores, whole(ratio)) for ratio in arguments.ratios
             }
+            missed = []
             for name, filled in caches.items():
                 for question, number in sample.questions:
-                    right[name] += number in ask(model, tokenizer, filled.fork(), ids, question)
+                    with filled.fork() as fork:
+                        answer = ask(model, tokenizer, fork, ids, question)
+                    right[name] += number in answer
+                    if number not in answer:
+                        missed.append({"cache": name, "number": number, "answer": answer})
             bytes_kept = {name: filled.report().bytes_kept for name, filled in caches.items()}
         asked += len(sample.questions)
         row = {"check": "questions", "seed": arguments.seed + seed, "tokens": len(ids), "asked": asked, **right}
-        row |= {"bytes": bytes_kept, "seconds": round(time.perf_counter() - started, 1)}
+        row |= {"missed": missed, "bytes": bytes_kept, "seconds": round(time.perf_counter() - started, 1)}
         print(json.dumps(row), flush=True)
 
 

@@ -1,0 +1,52 @@
+"""The command line's own mistakes-in, clear-words-out; real answers are in test_real.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxykv_hf import cli
+
+
+def run(capsys, *arguments):
+    code = cli.main(["generate", "--target", "nowhere", "--question", "What?", *arguments])
+    return code, capsys.readouterr().err
+
+
+def test_wrong_input_is_refused_before_a_model_is_loaded(capsys, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n")
+    assert run(capsys, str(empty)) == (2, f"proxykv: expected a document, but {empty} is empty\n")
+    code, error = run(capsys, str(tmp_path / "missing.txt"))
+    assert code == 2
+    assert "No such file" in error
+    for value in ("0", "1.5", "nan"):
+        code, error = run(capsys, str(empty), "--retention-ratio", value)
+        assert code == 2
+        assert "retention_ratio: expected a number in (0, 1]" in error
+    assert run(capsys, str(empty), "--max-new-tokens", "0")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--scorer", "guess"],
+        ["--retention-ratio", "many"],
+        ["--retention-ratio", "0.3", "--max-tokens", "4"],
+    ],
+)
+def test_wrong_options_show_the_usage(capsys, arguments):
+    with pytest.raises(SystemExit) as stopped:
+        run(capsys, *arguments)
+    assert stopped.value.code == 2
+    assert "usage: proxykv" in capsys.readouterr().err
+
+
+def test_names_that_are_not_ours_go_to_transformers(tmp_path):
+    assert cli._resolve("someone/some-model") == "someone/some-model"
+    assert cli._resolve(str(tmp_path)) == str(tmp_path)
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("proxykv-hf ")
