@@ -99,7 +99,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "num_key_value_groups")
+        if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__
     ]
 
 
@@ -180,7 +180,8 @@ class Attachment:
     def _configs(model: PreTrainedModel) -> Iterator[Any]:
         yield model.config.get_text_config(decoder=True)
         for module in attention_modules(model):
-            yield module.config
+            if (config := getattr(module, "config", None)) is not None:
+                yield config
 
     @classmethod
     def attach(cls, model: PreTrainedModel) -> Attachment:

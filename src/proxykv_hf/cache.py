@@ -322,7 +322,8 @@ class ProxyPrunedCache(DynamicCache):
             self._check_usable()
             raise CacheStateError(
                 f"expected to be used in a forward of the cache's own target ({type(self.target).__name__}): "
-                "call that model itself, not a part of it nor another model"
+                "call that model itself, not a part of it nor another model (of a PEFT model the target is "
+                "get_base_model())"
             )
         if self.geometry.sliding_windows[layer_idx] is None:
             heads = key_states.shape[1]
