@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import models
 import oracle_check
@@ -85,3 +88,20 @@ def test_a_document_longer_than_the_models_positions_is_refused(tmp_path):
     done = run("--target", "smollm2-135m", "--question", "What?", text="word " * 9000)
     assert done.returncode == 2
     assert "8192 positions" in done.stderr
+
+
+def test_the_readmes_code_runs(smollm2, tmp_path, monkeypatch, capsys):
+    """Every Python block of the README, one after another, on the model that it names."""
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(blocks) == 3
+    name = re.search(r'^name = (".*?")', blocks[0], re.MULTILINE).group(1)
+    code = "\n".join(blocks).replace(name, repr(str(models.resolve("smollm2-135m"))))
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the older spelling, which works on every version
+        exec(compile(code, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "Clara Fenwick" in printed
+    assert "of their KV pairs kept" in printed
+    assert (tmp_path / "lighthouse" / "cache.safetensors").is_file()
