@@ -349,6 +349,63 @@ def test_a_deep_copy_shares_target_and_scorer_and_is_independent():
     assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_inference_mode_no_grad_and_autograd_may_follow_each_other(allocation, kind):
+    model = tiny_model(kind)
+    ids, scores = random_ids(1, TOKENS), random_scores(model, 1, TOKENS)
+    logits = []
+    for first, later in [
+        (torch.no_grad, torch.no_grad),
+        (torch.inference_mode, torch.no_grad),
+        (torch.enable_grad,) * 2,
+    ]:
+        with ProxyPrunedCache(model, FixedScorer(scores), bare(0.3, allocation)) as cache:
+            with first():
+                call_forward(model, input_ids=ids, cache=cache)
+                call_forward(model, input_ids=ids[:, :1], cache=cache)
+            with later():
+                call_forward(model, input_ids=ids[:, :3], cache=cache)
+                logits.append(call_forward(model, input_ids=ids[:, :2], cache=cache).logits.detach())
+            assert not any(tensor.requires_grad for tensor in cache.tensors())
+    assert torch.equal(logits[0], logits[1])
+    torch.testing.assert_close(logits[0], logits[2])
+
+
+def test_padding_in_a_follow_up_turn_is_not_seen():
+    """Rows of one cache whose next turns are of unlike lengths, padded on the left."""
+    model = tiny_model()
+    scores = random_scores(model, 2, TOKENS)
+    ids = random_ids(2, TOKENS)
+    turns = [random_ids(1, n, seed=n)[0] for n in (6, 2)]
+    turn, turn_mask = pad_left(turns)
+    mask = torch.cat([torch.ones(2, TOKENS, dtype=torch.long), turn_mask], 1)
+    positions = (mask.cumsum(1) - 1)[:, -6:]
+    for allocation in ("global", "uniform"):
+        with ProxyPrunedCache(model, FixedScorer(scores), bare(0.3, allocation)) as cache:
+            cache.prefill(ids)
+            logits = call_forward(
+                model, input_ids=turn, attention_mask=mask, position_ids=positions, cache=cache
+            ).logits
+        for row, tokens in enumerate(turns):
+            keep = slow_selection(scores[row], 0.3, allocation)
+            expected = Reference(model).logits(ReferenceRow(ids[row].tolist(), keep), tokens.tolist())
+            torch.testing.assert_close(logits[row, -len(tokens) :], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_chunked_prefill_of_a_padded_batch_equals_one_shot():
+    model = tiny_model("gemma3")
+    ids, mask = pad_left([random_ids(1, n, seed=n)[0] for n in (TOKENS, 21)])  # the first chunk is padding only
+    scores = random_scores(model, 2, TOKENS)
+    outs, sets = [], []
+    for chunk in (None, 32):
+        with ProxyPrunedCache(model, FixedScorer(scores), bare()) as cache:
+            outs.append(generate(model, ids, cache, attention_mask=mask, prefill_chunk_size=chunk))
+            sets.append([kept(cache, row) for row in (0, 1)])
+    assert sets[0] == sets[1]
+    assert torch.equal(outs[0], outs[1])
+
+
 def test_contexts_are_per_row_and_in_the_rows_own_positions():
     model = tiny_model()
     rows = [random_ids(1, n, seed=n)[0] for n in (40, 22)]

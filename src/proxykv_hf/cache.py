@@ -317,7 +317,7 @@ class ProxyPrunedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new K `[B, H, q, D]` and V `[B, H, q, Dv]`; return what attention is to use."""
+        """Store a layer's new K `[B, H, q, D]` and V `[B, H, q, Dv]`, detached; return what attention is to use."""
         if not self._in_forward:
             self._check_usable()
             raise CacheStateError(
@@ -332,7 +332,7 @@ class ProxyPrunedCache(DynamicCache):
                     f"expected {self.geometry.num_key_value_heads} KV heads as the config says, got {heads} in "
                     f"layer {layer_idx}"
                 )
-        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        return self.layers[layer_idx].update(key_states.detach(), value_states.detach(), *args, **kwargs)
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called as a forward with this cache begins.

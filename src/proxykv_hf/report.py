@@ -42,8 +42,7 @@ class CacheReport:
         share = sum(kept) / sum(full) if sum(full) else 1.0
         lines = [
             f"tokens   {_join(self.seen_tokens)} seen, {100 * share:.1f} % of their KV pairs kept",
-            f"KV bytes {_megabytes(self.bytes_kept)} of {_megabytes(self.bytes_full)} MB, "
-            f"peak {_megabytes(self.bytes_peak)} MB",
+            f"KV       {_size(self.bytes_kept)} of {_size(self.bytes_full)}, peak {_size(self.bytes_peak)}",
             "seconds  " + ", ".join(f"{phase} {value:.2f}" for phase, value in self.seconds.items()),
             "devices  " + ", ".join(f"{part} on {device}" for part, device in self.devices.items()),
         ]
@@ -57,5 +56,9 @@ def _join(numbers: list[int]) -> str:
     return shown if len(numbers) <= 8 else f"{shown}, … ({len(numbers)} rows)"
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f}"
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
