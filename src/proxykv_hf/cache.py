@@ -243,6 +243,7 @@ class ProxyPrunedCache(DynamicCache):
     def report(self) -> CacheReport:
         """Tokens, bytes and seconds so far; settles a prefill that is waiting to be pruned."""
         self._settle()
+        self._note_peak()
         rows, after = self._rows.tolist(), 0
         seen: list[int] = []
         kept: list[list[list[int]]] = []
@@ -409,7 +410,6 @@ class ProxyPrunedCache(DynamicCache):
             raise
         phase = "prefill" if self._phase is _Phase.PREFILL else "decode"
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - self._forward_started
-        self._note_peak()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; 0 or a negative number, as transformers has it.
@@ -468,10 +468,10 @@ class ProxyPrunedCache(DynamicCache):
     def _select_rows(self, rows: Tensor) -> None:
         self._settle()
         if self._prompt is not None:
+            self._note_peak()
             for layer in self.layers:
                 layer.batch_select_indices(rows)
             self._rows = self._rows[rows.cpu()]
-            self._note_peak()
 
     def reset(self) -> None:
         """Back to empty; also a way on after an exception has spoiled the cache."""
@@ -548,6 +548,7 @@ class ProxyPrunedCache(DynamicCache):
         self._kept = pack_mask(keep).cpu()
         if keep.all():
             return
+        self._note_peak()
         held = storage_bytes(list(self.tensors()))
         ragged = is_ragged(keep, self._prompt)
         for index, layer in prune_layers(self._full_layers(), keep, self._rows, ragged):
@@ -635,6 +636,7 @@ class ProxyPrunedCache(DynamicCache):
             self._finalizer()
 
     def _note_peak(self) -> None:
+        """Called before memory shrinks, and for a report; between, it only grows."""
         self._bytes_peak = max(self._bytes_peak, storage_bytes(list(self.tensors())))
 
     def _bytes_full(self) -> int:

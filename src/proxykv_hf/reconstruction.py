@@ -100,7 +100,9 @@ def reconstruction_scores(
                 layer.is_sliding = window is not None
             ids = ids.to(model.device)
             positions = position + torch.arange(len(ids), device=model.device)
-            call_forward(decoder, input_ids=ids[None], position_ids=positions[None], cache=Cache(layers=layers))
+            call_forward(
+                decoder, input_ids=ids[None], position_ids=positions[None], cache=Cache(layers=layers), use_cache=True
+            )
             for index in geometry.full_layers:
                 scores[index, :, slice(*chunk)] = layers[index].scores
     return scores
