@@ -85,6 +85,9 @@ def test_observers_are_shown_the_hidden_states_of_other_families(name):
         ("falcon", "computes attention in its own way"),
         ("bloom", "computes attention in its own way"),
         ("gpt-oss", "the model's attention uses 's_aux'"),
+        ("diffllama", "attends to other values than it cached"),
+        ("doge", "a mask for each head"),
+        ("openai-gpt", "stored nothing in its cache"),
         ("qwen3-next", "got LinearAttentionLayer in layer 0"),
     ],
 )
@@ -93,6 +96,9 @@ def test_what_cannot_be_pruned_is_refused_in_plain_words(name, message):
         "falcon": lambda: make("Falcon", num_key_value_heads=4, num_kv_heads=4, new_decoder_architecture=True),
         "bloom": lambda: make("Bloom", {"vocab_size": 260, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
         "gpt-oss": lambda: make("GptOss", num_local_experts=2, num_experts_per_tok=1, head_dim=8),
+        "diffllama": lambda: make("DiffLlama"),
+        "doge": lambda: make("Doge", keep_window_size=8),
+        "openai-gpt": lambda: make("OpenAIGPT", SMALL_GPT2 | {"afn": "gelu"}, "OpenAIGPTLMHeadModel"),
         "qwen3-next": lambda: make("Qwen3Next"),
     }[name]()
 

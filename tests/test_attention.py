@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy, UnsupportedModelError
 from proxykv_hf._compat import call_forward
-from proxykv_hf.attention import Attachment, attached, ragged_attention, tail_mask
+from proxykv_hf.attention import Lease, _Attachment, ragged_attention, tail_mask
 from proxykv_hf.storage import DenseStorage, RaggedStorage
 
 
@@ -87,9 +87,25 @@ def test_the_attention_is_lent_once_and_returned_by_the_last():
 
 def test_what_a_user_set_meanwhile_is_not_undone():
     model = tiny_model()
-    with attached(model):
+    with Lease(model):
         model.set_attn_implementation("eager")
     assert model.config._attn_implementation == "eager"
+
+
+def test_models_built_from_one_config_do_not_disturb_each_other():
+    from transformers import LlamaForCausalLM
+
+    first = tiny_model()
+    second = LlamaForCausalLM(first.config).eval()
+    ids = random_ids(1, 30)
+    one = ProxyPrunedCache(first, FixedScorer(random_scores(first, 1, 30)), policy())
+    two = ProxyPrunedCache(second, FixedScorer(random_scores(first, 1, 30)), policy())
+    one.prefill(ids)
+    one.close()
+    two.prefill(ids)
+    call_forward(second, input_ids=ids[:, :1], cache=two)
+    two.close()
+    assert first.config._attn_implementation == "sdpa"
 
 
 def test_other_forwards_on_the_model_are_as_before():
@@ -171,4 +187,4 @@ def test_threads_with_caches_of_their_own_do_not_disturb_each_other():
     assert not errors
     for a, b in zip(alone, together, strict=True):
         torch.testing.assert_close(a, b)
-    assert model not in Attachment._of_model
+    assert model not in _Attachment._of_model

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import gc
+
 import pytest
 import torch
 from reference import Reference, ReferenceRow, slow_selection
@@ -66,6 +69,36 @@ def test_a_padded_batch_needs_the_model_and_equals_a_pruned_cache():
     with ProxyPrunedCache(model, FixedScorer(scores), policy()) as ours:
         ours.prefill(ids, mask)
         torch.testing.assert_close(call_forward(model, cache=ours, **inputs).logits, logits)
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_crop_stops_at_the_pruned_part(allocation):
+    model = tiny_model()
+    cache = DynamicCache()
+    call_forward(model, input_ids=random_ids(1, TOKENS), cache=cache)
+    prune_dynamic_cache(cache, random_scores(model, 1, TOKENS), policy(allocation), target=model)
+    call_forward(model, input_ids=random_ids(1, 2), cache=cache)
+    with pytest.raises(CacheStateError, match="only the last 2 lie after the pruned part"):
+        cache.crop(-3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [TOKENS + 2] * 3
+    cache.crop(-2)
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_a_deep_copy_outlives_the_original(layers):
+    model = tiny_model("gemma3", layers=layers)  # with one full-attention layer, and with two
+    ids, scores, new = random_ids(1, TOKENS), random_scores(model, 1, TOKENS), random_ids(1, 3, seed=1)
+    cache = DynamicCache(config=model.config)
+    call_forward(model, input_ids=ids, cache=cache)
+    prune_dynamic_cache(cache, scores, policy("global"), target=model)
+    twin = copy.deepcopy(cache)
+    expected = call_forward(model, input_ids=new, cache=cache).logits
+    del cache
+    gc.collect()
+    assert torch.equal(call_forward(model, input_ids=new, cache=twin).logits, expected)
+    del twin
+    gc.collect()
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_what_cannot_be_pruned_says_why_and_stays_whole():

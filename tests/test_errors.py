@@ -33,6 +33,7 @@ from proxykv_hf import (
     ScoringError,
     UnsupportedModelError,
     errors,
+    prune_dynamic_cache,
 )
 from proxykv_hf._compat import cache_keyword, call_forward
 
@@ -90,7 +91,7 @@ def test_a_context_outside_a_prompt_of_stock_generate_is_an_error_too(model):
     [
         (torch.empty(1, 0, dtype=torch.long), None, "at least one token"),
         (torch.empty(0, 3, dtype=torch.long), None, "at least one token"),
-        (torch.ones(5, dtype=torch.long), None, r"expected input_ids \[batch, tokens\]"),
+        (torch.ones(5, dtype=torch.long), None, r"a tensor \[batch, tokens\]"),
         (torch.ones(1, 5, dtype=torch.long), torch.ones(1, 4), r"expected attention_mask \[1, 5\]"),
         (torch.ones(1, 5, dtype=torch.long), torch.zeros(1, 5), "row 0 of the prompt has no tokens"),
         (torch.ones(1, 5, dtype=torch.long), torch.tensor([[1, 0, 1, 1, 1]]), "row 0 of attention_mask has a hole"),
@@ -105,12 +106,109 @@ def test_prompts_that_are_none(model, calls, ids, mask, message):
     assert not calls
 
 
-def test_right_padding_in_a_bare_forward_is_refused_when_it_is_seen(model):
+def test_right_padding_in_a_bare_forward_is_refused_before_any_work(model, calls):
     ids, mask = pad_left([random_ids(1, n)[0] for n in (20, 30)])
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
-        call_forward(model, input_ids=ids.flip(1), attention_mask=mask.flip(1), cache=cache)
         with pytest.raises(InvalidInputError, match="padding_side = 'left'"):
-            cache.report()
+            call_forward(model, input_ids=ids.flip(1), attention_mask=mask.flip(1), cache=cache)
+        assert not calls
+        call_forward(model, input_ids=ids, attention_mask=mask, cache=cache)
+        # Taken for the next chunk: the message names the way out, and the cache is still good.
+        follow_up = torch.tensor([[0, 1, 1], [1, 1, 1]])
+        grown = {"input_ids": random_ids(2, 3), "attention_mask": torch.cat([mask, follow_up], 1)}
+        with pytest.raises(InvalidInputError, match=r"call report\(\)"):
+            call_forward(model, **grown, cache=cache)
+        cache.report()
+        call_forward(model, **grown, cache=cache)
+
+
+def test_a_prompt_token_cannot_be_masked_later(model):
+    with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
+        cache.prefill(random_ids(1, TOKENS))
+        mask = torch.ones(1, TOKENS + 1, dtype=torch.long)
+        mask[0, 4] = 0
+        with pytest.raises(InvalidInputError, match=r"prompt's \[30\] tokens, got \[29\]"):
+            call_forward(model, input_ids=random_ids(1, 1), attention_mask=mask, cache=cache)
+
+
+def test_attention_matrices_are_refused_where_heads_are_ragged():
+    model = tiny_model(attention="eager")
+    ids = random_ids(1, TOKENS)
+    with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
+        with pytest.raises(InvalidInputError, match="output_attentions"):
+            call_forward(model, input_ids=ids, output_attentions=True, cache=cache)
+        cache.prefill(ids)
+        with pytest.raises(InvalidInputError, match="output_attentions"):
+            call_forward(model, input_ids=ids, output_attentions=True, cache=cache)
+    with ProxyPrunedCache(model, RandomScorer(), policy(allocation="uniform")) as cache:
+        cache.prefill(ids)
+        out = call_forward(model, input_ids=ids[:, :2], output_attentions=True, cache=cache)
+        assert out.attentions[0].shape == (1, 4, 2, 9 + 2)
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_an_error_while_pruning_never_leaves_a_half_pruned_cache(model, monkeypatch, allocation):
+    from proxykv_hf.layers import PrunedLayer
+
+    ids, pruned = random_ids(1, TOKENS), PrunedLayer.pruned
+
+    def out_of_memory(self, *args):
+        if self.index == 1:
+            raise torch.OutOfMemoryError("none left")
+        return pruned(self, *args)
+
+    monkeypatch.setattr(PrunedLayer, "pruned", out_of_memory)
+    with ProxyPrunedCache(model, RandomScorer(), policy(allocation=allocation)) as cache:
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.prefill(ids)
+        with pytest.raises(CacheStateError, match=r"call reset\(\)"):
+            call_forward(model, input_ids=ids, cache=cache)
+        assert not list(cache.tensors())
+        plain = DynamicCache()
+        call_forward(model, input_ids=ids, cache=plain)
+        with pytest.raises(torch.OutOfMemoryError):
+            prune_dynamic_cache(plain, random_scores(model, 1, TOKENS), policy(allocation=allocation), target=model)
+        assert [type(layer).__name__ for layer in plain.layers] == ["DynamicLayer"] * 3
+        monkeypatch.undo()
+        cache.reset()
+        cache.prefill(ids)
+        assert cache.report().kept_tokens != [[[TOKENS] * 2] * 3]
+
+
+def test_kvzip_is_refused_where_its_repetition_finds_no_positions(model, calls):
+    from tiny import tiny_tokenizer
+
+    ids = random_ids(1, 2500)
+    tokenizer = tiny_tokenizer()
+    model.config.max_position_embeddings = 4000
+    with ProxyPrunedCache(model, KVzipScorer(tokenizer), policy()) as cache:
+        with pytest.raises(InvalidInputError, match="the target has 4000: give a smaller chunk_tokens"):
+            cache.prefill(ids)
+        assert not calls
+        cache.scorer = KVzipScorer(tokenizer, chunk_tokens=1000)
+        cache.reset()
+        cache.prefill(ids)
+
+
+def test_what_is_no_tensor_no_scorer_no_tokenizer_is_named(model):
+    with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
+        for wrong in ([[1, 2, 3]], {"input_ids": random_ids(1, 3)}, "text"):
+            with pytest.raises(InvalidInputError, match=f"got a {type(wrong).__name__}"):
+                cache.prefill(wrong)
+    with pytest.raises(TypeError, match="expected a scorer"):
+        ProxyPrunedCache(model, RandomScorer, policy())
+    with pytest.raises(InvalidInputError, match="expected the target's tokenizer, got 'gpt2'"):
+        KVzipScorer("gpt2")
+
+
+def test_a_cache_is_not_pickled(model):
+    import pickle
+
+    with (
+        ProxyPrunedCache(model, RandomScorer(), policy()) as cache,
+        pytest.raises(TypeError, match=r"save\(folder\) and load\(\)"),
+    ):
+        pickle.dumps(cache)
 
 
 def test_a_mask_of_the_kept_length_is_refused(model, calls):
@@ -162,6 +260,36 @@ def test_cropping_a_sliding_window_that_did_not_record_is_refused_and_changes_no
         with pytest.raises(CacheStateError, match=r"activate_past_recording\(\)"):
             cache.crop(-1)
         assert [layer.get_seq_length() for layer in cache.layers] == [TOKENS + 3] * 3
+
+
+def test_crops_of_sliding_windows_within_what_was_recorded_and_no_further():
+    model = tiny_model("gemma3")
+    ids, new = random_ids(1, TOKENS), random_ids(1, 4, seed=1)
+    with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
+        cache.prefill(ids)
+        expected = call_forward(model, input_ids=new[:, :2], cache=cache.fork()).logits
+        cache.activate_past_recording()
+        with pytest.raises(CacheStateError, match="holds a sliding window of 16"):
+            cache.crop(-3)  # nothing was recorded yet
+        call_forward(model, input_ids=new, cache=cache)
+        cache.crop(-2)
+        with pytest.raises(CacheStateError, match="holds a sliding window of 16"):
+            cache.crop(-2)  # the first crop let go of what this one needs
+        cache.reset()
+        cache.prefill(ids)
+        cache.activate_past_recording()
+        call_forward(model, input_ids=new, cache=cache)
+        cache.crop(-4)
+        torch.testing.assert_close(call_forward(model, input_ids=new[:, :2], cache=cache).logits, expected)
+
+
+def test_cropping_the_whole_prompt_is_refused(model):
+    with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
+        call_forward(model, input_ids=random_ids(1, TOKENS), cache=cache)
+        with pytest.raises(CacheStateError, match="nothing of the prompt would be left"):
+            cache.crop(-TOKENS)
+        cache.crop(-4)
+        assert cache.report().seen_tokens == [TOKENS - 4]
 
 
 def test_a_whole_cache_can_be_cropped_into_its_prompt_and_pruned_then(model):
@@ -232,7 +360,7 @@ def test_scorers_are_compared_over_a_whole_cache_only(model):
 def test_no_scorer_no_prefill(model, calls):
     with (
         ProxyPrunedCache(model, None, policy()) as cache,
-        pytest.raises(CacheStateError, match="without a scorer"),
+        pytest.raises(CacheStateError, match="was given no scorer"),
     ):
         cache.prefill(random_ids(1, TOKENS))
     assert not calls

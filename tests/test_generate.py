@@ -417,6 +417,89 @@ def test_contexts_are_per_row_and_in_the_rows_own_positions():
         assert kept(cache, 1) == places(slow_selection(scores[1, :, :, 18:], 0.5, "global", (2, 22)))
 
 
+def test_contexts_per_row_are_expanded_as_generate_expands_its_rows():
+    model = tiny_model()
+    ids, scores = random_ids(3, TOKENS), random_scores(model, 3, TOKENS)
+    spans = [(0, 30), (0, 20), (3, 33)]
+    for how in ({"num_beams": 2, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 2}):
+        with ProxyPrunedCache(model, FixedScorer(scores), bare(0.5), context=spans) as cache:
+            generate(model, ids, cache, **how)
+            for row in range(6):
+                assert kept(cache, row) == places(slow_selection(scores[row // 2], 0.5, "global", spans[row // 2]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("prune", [True, False])
+def test_a_right_padded_mask_is_understood_after_a_right_padded_prefill(kind, prune):
+    model = tiny_model(kind)
+    rows = [random_ids(1, n, seed=n)[0] for n in (40, 22)]
+    turn, new = random_ids(2, 3, seed=1), torch.ones(2, 3, dtype=torch.long)
+    left = pad_left(rows)
+    right = (
+        torch.stack([torch.nn.functional.pad(row, (0, 40 - len(row))) for row in rows]),
+        torch.stack([torch.arange(40) < len(row) for row in rows]).long(),
+    )
+    outs = []
+    for ids, mask in (left, right):
+        with ProxyPrunedCache(model, SnapKVScorer(8), bare(0.4)) as cache:
+            cache.prefill(ids, mask, prune=prune)
+            out = generate(model, torch.cat([ids, turn], 1), cache, attention_mask=torch.cat([mask, new], 1))
+            outs.append(out[:, 43:])
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_rows_of_the_same_tokens_are_no_copies_if_anything_else_differs(allocation):
+    """Positions here; images in a vision-language model below."""
+    model = tiny_model()
+    ids = random_ids(1, 30).expand(2, -1)
+    positions = torch.arange(30).repeat(2, 1)
+    positions[1, 5:15] += 2
+    scores, new = random_scores(model, 2, 30), random_ids(2, 3, seed=1)
+    later = torch.arange(30, 33).expand(2, -1)
+    solo = []
+    for row in (0, 1):
+        with ProxyPrunedCache(model, FixedScorer(scores[row : row + 1]), bare(0.4, allocation)) as cache:
+            call_forward(model, input_ids=ids[:1], position_ids=positions[row : row + 1], cache=cache)
+            cache.report()
+            solo.append(call_forward(model, input_ids=new[row : row + 1], position_ids=later[:1], cache=cache).logits)
+    with ProxyPrunedCache(model, FixedScorer(scores), bare(0.4, allocation), strict=True) as cache:
+        call_forward(model, input_ids=ids, position_ids=positions, cache=cache)
+        cache.report()
+        both = call_forward(model, input_ids=new, position_ids=later, cache=cache).logits
+    torch.testing.assert_close(both, torch.cat(solo), atol=1e-4, rtol=1e-4)
+
+
+def test_images_make_rows_differ():
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = LlamaConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4,
+        projection_dim=32,
+    )  # fmt: skip
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(text_config=text, vision_config=vision, image_token_index=3, image_seq_length=4)
+    ).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.cat([torch.full((1, 4), 3), random_ids(1, 20)], 1).expand(2, -1)
+    images = torch.randn(2, 3, 8, 8)
+    scores = torch.rand(2, 2, 2, 24)
+    arguments = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    with ProxyPrunedCache(model, FixedScorer(scores), bare(0.5), strict=True) as cache:
+        both = generate(model, ids, cache, pixel_values=images, **arguments).logits
+    for row in (0, 1):
+        with ProxyPrunedCache(model, FixedScorer(scores[row : row + 1]), bare(0.5), strict=True) as cache:
+            solo = generate(model, ids[:1], cache, pixel_values=images[row : row + 1], **arguments).logits
+        for a, b in zip(both, solo, strict=True):
+            torch.testing.assert_close(a[row], b[0], atol=1e-3, rtol=1e-3)
+
+
 def test_reset_makes_the_cache_new():
     model = tiny_model("gemma3")
     ids, other = random_ids(1, TOKENS), random_ids(1, TOKENS, seed=4)

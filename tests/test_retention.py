@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from reference import slow_selection
@@ -112,6 +114,7 @@ def test_packed_masks_come_back(tokens):
         ({"retention_ratio": 0.3, "sink_tokens": -1}, "sink_tokens: .* got -1"),
         ({"retention_ratio": 0.3, "min_context": 1.5}, "min_context: .* got 1.5"),
         ({"retention_ratio": 0.3, "protected": ((5, 5),)}, r"protected: .* got \(5, 5\)"),
+        ({"retention_ratio": 0.3, "protected": (0, 5)}, "protected: expected a tuple of spans .* got 0 in it"),
     ],
 )
 def test_wrong_policies_say_what_is_wrong(kwargs, message):
@@ -121,4 +124,10 @@ def test_wrong_policies_say_what_is_wrong(kwargs, message):
 
 def test_a_policy_survives_json():
     policy = RetentionPolicy(0.3, protected=[[1, 4]])
-    assert RetentionPolicy(**policy.to_dict()) == policy
+    assert RetentionPolicy(**json.loads(json.dumps(policy.to_dict()))) == policy
+
+
+def test_numbers_of_numpy_are_numbers():
+    policy = RetentionPolicy(np.float64(0.25), protected=[(np.int64(1), np.int64(4))])
+    assert policy == RetentionPolicy(0.25, protected=((1, 4),))
+    assert json.dumps(RetentionPolicy(max_tokens=np.int32(7)).to_dict())

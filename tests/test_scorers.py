@@ -219,6 +219,28 @@ def test_observers_see_queries_keys_and_what_entered_the_attention(kind):
         assert o.scaling == (24**-0.5 if kind == "gemma3" else 8**-0.5)
 
 
+def test_nothing_of_what_observers_saw_stays_behind():
+    from proxykv_hf import attention
+
+    model = tiny_model("gemma3")
+    with ProxyPrunedCache(model, SnapKVScorer(8), POLICY) as cache:
+        cache.prefill(random_ids(2, 60))
+        assert attention._thread.hidden is None
+        assert attention._thread.handed is None
+
+
+def test_snapkv_goes_on_with_fewer_queries_when_the_prompt_is_cropped():
+    model = tiny_model()
+    ids = random_ids(1, 60)
+    with ProxyPrunedCache(model, SnapKVScorer(8), POLICY, strict=True) as cache:
+        call_forward(model, input_ids=ids, cache=cache)
+        cache.crop(-3)
+        kept = [head.tolist() for head in cache.kept_indices(1)]
+    with ProxyPrunedCache(model, SnapKVScorer(5), POLICY, strict=True) as shorter:
+        shorter.prefill(ids[:, :57])
+        assert kept == [head.tolist() for head in shorter.kept_indices(1)]
+
+
 def test_other_scorers_are_cancelled_and_begun_again_when_a_chunk_follows():
     model = tiny_model()
     ids = random_ids(1, 30)

@@ -62,7 +62,7 @@ def test_saving_over_an_older_one_replaces_it(tmp_path):
     with ProxyPrunedCache.load(tmp_path / "sub" / "folder", target=model) as loaded:
         assert loaded.report().seen_tokens == [40]
         loaded.reset()
-        with pytest.raises(CacheStateError, match="without a scorer"):
+        with pytest.raises(CacheStateError, match="was given no scorer"):
             loaded.prefill(random_ids(1, 5))
 
 

@@ -105,6 +105,14 @@ def test_ragged_storage_holds_each_head_exactly():
     assert torch.equal(storage.values, values[[2, 0], :, 10:])
 
 
+def test_what_is_given_in_inference_mode_is_made_writable():
+    with torch.inference_mode():  # one head: contiguous already, so nothing else would copy it
+        storage = DenseStorage(*states(heads=1))
+    storage.crop(2)
+    storage.append(*states(heads=1, tokens=1))
+    assert storage.length == 4
+
+
 @pytest.mark.parametrize("first", ["inference", "no_grad"])
 def test_what_was_stored_in_inference_mode_can_grow_outside_of_it(first):
     mode = torch.inference_mode if first == "inference" else torch.no_grad

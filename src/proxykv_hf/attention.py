@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -54,21 +53,22 @@ class AttendingLayer(Protocol):
 
 
 class _ThreadState(threading.local):
-    handed: tuple[Tensor, AttendingLayer] | None = None
+    handed: tuple[Tensor, Tensor, AttendingLayer] | None = None
+    attended: weakref.ref[Tensor] | None = None  # the keys that a layer attended over last
     hidden: Tensor | None = None
 
 
 _thread = _ThreadState()
 
 
-def hand_over(key: Tensor, layer: AttendingLayer) -> None:
-    """Announce that ``key``, about to be returned by ``layer.update``, wants ``layer`` to attend.
+def hand_over(key: Tensor, value: Tensor, layer: AttendingLayer) -> None:
+    """Announce that ``key`` and ``value``, about to be returned by ``layer.update``, want ``layer`` to attend.
 
     Raises:
         UnsupportedModelError: The keys announced before never came to an attention function.
     """
     check_consumed()
-    _thread.handed = (key, layer)
+    _thread.handed = (key, value, layer)
 
 
 def check_consumed() -> None:
@@ -131,103 +131,134 @@ def _attention_function(name: str) -> Callable[..., Any]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> AttentionOutput:
         backend = _backend_function(name, module)
-        handed = _thread.handed
-        if handed is None or handed[0] is not key:
-            return backend(module, query, key, value, attention_mask, **kwargs)
-        _thread.handed = None
-        return handed[1].attend(backend, module, query, key, value, attention_mask, **kwargs)
+        handed, attended = _thread.handed, _thread.attended
+        try:
+            if handed is None or handed[0] is not key:
+                if attended is not None and attended() is key:
+                    raise UnsupportedModelError(f"{type(module).__name__} attends twice over the same keys")
+                return backend(module, query, key, value, attention_mask, **kwargs)
+            if handed[1] is not value:
+                raise UnsupportedModelError(f"{type(module).__name__} attends to other values than it cached")
+            _thread.handed, _thread.attended = None, weakref.ref(key)
+            return handed[2].attend(backend, module, query, key, value, attention_mask, **kwargs)
+        finally:
+            _thread.hidden = None
 
     forward.__name__ = forward.__qualname__ = PREFIX + name
     return forward
 
 
-class Attachment:
-    """A model's attention implementation swapped for ours, and hooks around its forward.
+class Lease:
+    """A share in a model's attention being ours; given up by `release`, or when collected.
 
-    One per model, shared by all caches on it and counted: `attach` makes or finds it, `release`
-    gives up one share, and the last share puts everything back.
+    The first share swaps the model's attention implementation and hooks its forward, the last one
+    given up puts everything back. A deep copy is a share of its own.
     """
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
+        self._finalizer = weakref.finalize(self, _Attachment.take(model).give_up)
+
+    def release(self) -> None:
+        """Give up the share; once is enough, more does nothing."""
+        self._finalizer()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lease:
+        model = self._model()
+        return self if model is None else Lease(model)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class _Attachment:
+    """What was changed on a model, and how many shares are out."""
+
     _lock = threading.RLock()
-    _of_model: ClassVar[weakref.WeakKeyDictionary[nn.Module, Attachment]] = weakref.WeakKeyDictionary()
+    _of_model: ClassVar[weakref.WeakKeyDictionary[nn.Module, _Attachment]] = weakref.WeakKeyDictionary()
     _names: ClassVar[Counter[str]] = Counter()
+    _configs: ClassVar[Counter[int]] = Counter()  # models may be built from one config object
 
     def __init__(self, model: PreTrainedModel) -> None:
-        configs = {id(config): config for config in self._configs(model)}
-        self._saved = [(config, config._attn_implementation) for config in configs.values()]
-        backends = {name for _, name in self._saved}
-        usable = {name for name in backends if name in ("sdpa", "eager") or str(name).startswith("flash_attention")}
-        if backends != usable:
+        configs = {id(config): config for config in _attention_configs(model)}
+        self._saved = [(config, str(config._attn_implementation).removeprefix(PREFIX)) for config in configs.values()]
+        self._backends = {name for _, name in self._saved}
+        refused = [name for name in self._backends if not name.startswith(("sdpa", "eager", "flash_attention"))]
+        if refused:
             raise UnsupportedModelError(
                 f"expected attn_implementation 'sdpa', 'eager' or 'flash_attention_*', got "
-                f"{', '.join(sorted(map(str, backends - usable)))}: load the model with one of these"
+                f"{', '.join(sorted(refused))}: load the model with one of these"
             )
-        for name in sorted(backends):
+        for name in self._backends:
             self._names[name] += 1
             if self._names[name] == 1:
                 masks = AttentionMaskInterface._global_mapping
                 AttentionInterface._global_mapping[PREFIX + name] = _attention_function(name)
-                AttentionMaskInterface._global_mapping[PREFIX + name] = masks[name]
+                masks[PREFIX + name] = masks[name]
         for config, name in self._saved:
+            self._configs[id(config)] += 1
             config._attn_implementation_internal = PREFIX + name
         self._handles = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
         ]
         self._shares = 0
-
-    @staticmethod
-    def _configs(model: PreTrainedModel) -> Iterator[Any]:
-        yield model.config.get_text_config(decoder=True)
-        for module in attention_modules(model):
-            if (config := getattr(module, "config", None)) is not None:
-                yield config
+        self._is_attached = True
 
     @classmethod
-    def attach(cls, model: PreTrainedModel) -> Attachment:
+    def take(cls, model: PreTrainedModel) -> _Attachment:
         """One more share of ``model``'s attachment."""
         with cls._lock:
-            attachment = cls._of_model.get(model)
-            if attachment is None:
-                attachment = cls._of_model[model] = cls(model)
-            attachment._shares += 1
-            return attachment
+            while True:
+                attachment = cls._of_model.get(model)
+                if attachment is None:
+                    attachment = cls._of_model[model] = cls(model)
+                attachment._shares += 1
+                if attachment._is_attached:  # no collected cache has given up the last share in between
+                    return attachment
 
-    def release(self) -> None:
-        """Give up a share; the last one puts the model back as it was."""
+    def give_up(self) -> None:
+        """One share less; the last one puts the model back as it was."""
         with self._lock:
             self._shares -= 1
-            if self._shares:
+            if self._shares or not self._is_attached:
                 return
+            self._is_attached = False
+            for model in [m for m, attachment in self._of_model.items() if attachment is self]:
+                del self._of_model[model]
             for handle in self._handles:
                 handle.remove()
             for config, name in self._saved:
+                self._configs[id(config)] -= 1
+                if self._configs[id(config)]:
+                    continue
+                del self._configs[id(config)]
                 if config._attn_implementation == PREFIX + name:  # unless somebody set another since
                     config._attn_implementation_internal = name
-            for name in {name for _, name in self._saved}:
+            for name in self._backends:
                 self._names[name] -= 1
                 if not self._names[name]:
                     del self._names[name]
                     AttentionInterface._global_mapping.pop(PREFIX + name, None)
                     AttentionMaskInterface._global_mapping.pop(PREFIX + name, None)
-            for model in [m for m, attachment in self._of_model.items() if attachment is self]:
-                del self._of_model[model]
 
 
-@contextmanager
-def attached(model: PreTrainedModel) -> Iterator[None]:
-    """Our attention functions on ``model`` for a while."""
-    attachment = Attachment.attach(model)
-    try:
-        yield
-    finally:
-        attachment.release()
+def _attention_configs(model: PreTrainedModel) -> Iterator[Any]:
+    yield model.config.get_text_config(decoder=True)
+    for module in attention_modules(model):
+        if (config := getattr(module, "config", None)) is not None:
+            yield config
 
 
 class ForwardAware(Protocol):
     """A cache that is told of the forwards it is used in."""
 
-    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+    def before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any] | None: ...
 
     def after_forward(self, model: nn.Module, succeeded: bool) -> None: ...
 
@@ -239,9 +270,12 @@ def _aware_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardAware 
     return None
 
 
-def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if (cache := _aware_cache(args, kwargs)) is not None:
-        cache.before_forward(model, args, kwargs)
+def _before_forward(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    cache = _aware_cache(args, kwargs)
+    changed = None if cache is None else cache.before_forward(model, args, kwargs)
+    return None if changed is None else (args, changed)
 
 
 def _after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -249,8 +283,10 @@ def _after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         cache.after_forward(model, output is not None)
 
 
-def check_keywords(kwargs: dict[str, Any]) -> None:
+def check_arguments(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Refuse attention arguments that a pruned cache could not honour later."""
+    if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] != 1:
+        raise UnsupportedModelError("the model's attention has a mask for each head, which evicted tokens would shift")
     for name in UNSUPPORTED_KEYWORDS:
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(

@@ -43,7 +43,7 @@ from .report import CacheReport
 from .retention import RetentionPolicy, pack_mask, unpack_mask
 from .scorers.base import Scorer
 from .snapshot import load_cache, save_cache
-from .storage import own, storage_bytes
+from .storage import RaggedStorage, own, storage_bytes
 
 
 class _Phase(enum.Enum):
@@ -91,7 +91,7 @@ class ProxyPrunedCache(DynamicCache):
             raise InvalidPolicyError(
                 f"expected a RetentionPolicy, got {policy!r}: RetentionPolicy(retention_ratio=0.3), say"
             )
-        if scorer is not None and not isinstance(scorer, Scorer):
+        if scorer is not None and (isinstance(scorer, type) or not isinstance(scorer, Scorer)):
             raise TypeError(f"expected a scorer such as KVzipScorer(tokenizer), got {scorer!r}")
         self.geometry = ModelGeometry.from_config(target.config)
         self.target = target
@@ -108,8 +108,8 @@ class ProxyPrunedCache(DynamicCache):
         # `DynamicCache.__init__` is passed over: it would make layers of its own kinds.
         Cache.__init__(self, layers=self._new_layers())
         self._taps: Taps = []
-        attachment = attention.Attachment.attach(self.target)
-        self._finalizer = weakref.finalize(self, _let_go, attachment, self._taps)
+        self._lease = attention.Lease(self.target)
+        self._finalizer = weakref.finalize(self, _let_go, self._lease, self._taps)
         self._start_empty()
 
     def _new_layers(self) -> list[Any]:
@@ -335,12 +335,14 @@ class ProxyPrunedCache(DynamicCache):
                 )
         return self.layers[layer_idx].update(key_states.detach(), value_states.detach(), *args, **kwargs)
 
-    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Called as a forward with this cache begins.
 
         The first forward is prefill. After it, several tokens at once are its next chunk; one token,
         or any forward after a ``crop`` (assisted decoding), is a continuation, and so the prompt is
         scored and pruned before it.
+
+        Returns: other keyword arguments for the forward, or None.
         """
         if model is not self.target:
             raise GeometryError(
@@ -356,7 +358,10 @@ class ProxyPrunedCache(DynamicCache):
             self._prefill.extend(call, (batch, tokens))
         elif self._phase is _Phase.EMPTY:
             if not self._prefill.scorers:
-                raise CacheStateError("this cache was made without a scorer and cannot prefill: load(..., scorer=...)")
+                raise CacheStateError(
+                    "this cache was given no scorer and cannot prefill: ProxyPrunedCache(target, scorer, policy), "
+                    "load(..., scorer=...) or prefill(..., prune=False, scorers={name: scorer})"
+                )
             # Assisted decoding sends drafts along with the prompt, and wants logits from the last prompt token on.
             logits = call.get("logits_to_keep")
             drafts = max(0, logits - 1) if self._recording and isinstance(logits, int) else 0
@@ -367,8 +372,31 @@ class ProxyPrunedCache(DynamicCache):
                 raise
             self._rows = torch.arange(batch)
             self._phase = _Phase.PREFILL
+        mask = self._mask_as_held(call.get("attention_mask"))
         self._in_forward = True
         self._forward_started = time.perf_counter()
+        return None if mask is None else kwargs | {"attention_mask": mask}
+
+    def _mask_as_held(self, mask: Tensor | None) -> Tensor | None:
+        """A continuation's mask with the prompt's padding where the cache has it, or None if it is there.
+
+        ``prefill`` moves padding to the left, and the mask that the caller has may still show it on
+        the right. What was pruned is seen by all later tokens, so no other mask of it can be honoured.
+        """
+        if mask is None or self._prompt is None:
+            return None
+        columns = self._prompt.columns
+        pads = torch.tensor([self._prompt.pads[row] for row in self._rows.tolist()], device=mask.device)
+        held = torch.arange(columns, device=mask.device) >= pads[:, None]
+        given = mask[:, :columns].bool()
+        if torch.equal(held, given):
+            return None
+        if not torch.equal(held.sum(1), given.sum(1)):
+            raise InvalidInputError(
+                f"expected attention_mask to show the prompt's {held.sum(1).tolist()} tokens, got "
+                f"{given.sum(1).tolist()}: a token of the prompt cannot be masked later"
+            )
+        return torch.cat([held.to(mask.dtype), mask[:, columns:]], dim=1)
 
     def _check_input(self, call: dict[str, Any]) -> tuple[int, int]:
         """The shape of a forward's input.
@@ -393,6 +421,12 @@ class ProxyPrunedCache(DynamicCache):
                 f"expected attention_mask [{batch}, {seen + tokens}], over the {seen} tokens seen (not only those "
                 f"kept) and {tokens} new ones, got {[*mask.shape]}"
             )
+        ragged = self.policy.allocation == "global" if self._prompt is None else self._is_ragged()
+        if ragged and call.get("output_attentions"):
+            raise InvalidInputError(
+                "heads that keep different numbers of tokens have no attention matrices to return: drop "
+                "output_attentions, or use allocation='uniform' on a prompt without padding"
+            )
         return batch, tokens
 
     def after_forward(self, model: nn.Module, succeeded: bool) -> None:
@@ -405,6 +439,10 @@ class ProxyPrunedCache(DynamicCache):
         self._in_forward = False
         try:
             attention.check_consumed()
+            if not self.get_seq_length():
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} stored nothing in its cache: it has no KV to prune"
+                )
         except UnsupportedModelError:
             self._spoil()
             raise
@@ -423,16 +461,12 @@ class ProxyPrunedCache(DynamicCache):
                 f"expected 0 or a negative number, how many tokens to remove, got {tokens_to_remove}"
             )
         count, seen = -tokens_to_remove, self.get_seq_length()
-        for index, layer in enumerate(self.layers):
+        if self._phase is _Phase.PREFILL and count >= seen:
+            raise CacheStateError(f"cannot crop {count} of {seen} tokens: nothing of the prompt would be left; reset()")
+        for index, layer in enumerate(self.layers):  # all are checked before one is changed
             if isinstance(layer, PrunedLayer):
-                room = layer.columns - layer.fixed
-                if count > room:
-                    what = "the pruned part of the prompt" if layer.offset else "the start of the cache"
-                    raise CacheStateError(
-                        f"cannot crop {count} of {seen} tokens: only the last {room} lie after {what}; "
-                        "reset() and prefill again"
-                    )
-            elif count and seen >= layer.sliding_window and not layer.record_past:
+                layer.check_crop(count)
+            elif count and layer.is_initialized and not _can_crop(layer, count):
                 raise CacheStateError(
                     f"cannot crop: layer {index} holds a sliding window of {layer.sliding_window} tokens only; call "
                     "activate_past_recording() before the forward that is to be taken back"
@@ -487,6 +521,9 @@ class ProxyPrunedCache(DynamicCache):
         self._settle()
         return super().__iter__()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a ProxyPrunedCache belongs to a model and cannot be pickled: save(folder) and load() do it")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ProxyPrunedCache:
         memo[id(self)] = twin = self.fork()
         return twin
@@ -530,7 +567,11 @@ class ProxyPrunedCache(DynamicCache):
         self._devices |= prefill.devices
         started = time.perf_counter()
         if prune and scores:
-            self._prune(next(iter(scores.values())), self.policy)
+            try:
+                self._prune(next(iter(scores.values())), self.policy)
+            except BaseException:  # out of memory, say: some layers are pruned and some are not
+                self._spoil()
+                raise
         for layer in self.layers:
             if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would hold the whole prompt
                 layer.keys, layer.values = own(layer.keys), own(layer.values)
@@ -545,8 +586,8 @@ class ProxyPrunedCache(DynamicCache):
         keep, over_budget = keep_masks(scores[:, list(self.geometry.full_layers)], self._prompt, policy)
         if over_budget:
             warn_over_budget(over_budget)
-        self._kept = pack_mask(keep).cpu()
         if keep.all():
+            self._kept = pack_mask(keep).cpu()
             return
         self._note_peak()
         held = storage_bytes(list(self.tensors()))
@@ -556,6 +597,7 @@ class ProxyPrunedCache(DynamicCache):
             self._bytes_peak = max(self._bytes_peak, held + added)
             held += added - storage_bytes(self.layers[index].tensors())
             self.layers[index] = layer
+        self._kept = pack_mask(keep).cpu()
 
     def _kept_mask(self) -> Tensor:
         """`[R, L_full, H, P]`, bool."""
@@ -568,6 +610,9 @@ class ProxyPrunedCache(DynamicCache):
         return real[:, None, None].expand(-1, layers, heads, -1)
 
     # ---------------------------------------------------------------- state
+
+    def _is_ragged(self) -> bool:
+        return any(isinstance(layer.storage, RaggedStorage) for layer in self._full_layers())
 
     def _is_settled(self) -> bool:
         return self._phase is not _Phase.PREFILL
@@ -654,7 +699,15 @@ class ProxyPrunedCache(DynamicCache):
         return total
 
 
-def _let_go(attachment: attention.Attachment, taps: Taps) -> None:
+def _let_go(lease: attention.Lease, taps: Taps) -> None:
     while taps:
         taps.pop().remove()
-    attachment.release()
+    lease.release()
+
+
+def _can_crop(layer: DynamicSlidingWindowLayer, count: int) -> bool:
+    """Whether a sliding-window layer still holds what its window needs once ``count`` tokens are gone."""
+    assert layer.keys is not None
+    seen, stored = layer.get_seq_length(), layer.keys.shape[2]
+    full = seen < layer.sliding_window or layer.record_past
+    return full and stored - count >= min(seen - count, layer.sliding_window - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .attention import Attachment
+from .attention import Lease
 from .errors import CacheStateError, InvalidInputError, ScoringError
 from .layers import PrunedLayer
 from .prompt import Context, read_prompt
@@ -73,11 +72,11 @@ def prune_dynamic_cache(
         warn_over_budget(over_budget)
     if keep.all():
         return
+    lease = Lease(target) if ragged and target is not None else None
     whole = (PrunedLayer(i, DenseStorage(layers[i].keys, layers[i].values)) for i in places)
-    for index, pruned in prune_layers(whole, keep, rows, ragged):
+    # All are made before one is put in: an error on the way must not leave a cache of two lengths.
+    for index, pruned in list(prune_layers(whole, keep, rows, ragged)):
+        pruned.lease = lease
         layers[index] = pruned
     for index in set(range(len(layers))) - set(places):  # a sliding layer's view would hold the whole prompt
         layers[index].keys, layers[index].values = own(layers[index].keys), own(layers[index].values)
-    if ragged:
-        assert target is not None
-        weakref.finalize(cache, Attachment.attach(target).release)

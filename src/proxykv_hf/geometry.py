@@ -41,6 +41,17 @@ class ModelGeometry:
             UnsupportedModelError: An encoder-decoder, a model whose cache is not plain K and V
                 (recurrent, convolutional, compressed), or one with no full-attention layer.
         """
+        try:
+            return cls._read(config)
+        except UnsupportedModelError:
+            raise
+        except (AttributeError, RuntimeError) as error:  # transformers' own words for heads that differ by layer
+            raise UnsupportedModelError(
+                f"expected one number of heads and one head size for all layers of {type(config).__name__}: {error}"
+            ) from error
+
+    @classmethod
+    def _read(cls, config: PreTrainedConfig) -> ModelGeometry:
         name = type(config).__name__
         if getattr(config, "is_encoder_decoder", False):
             raise UnsupportedModelError(

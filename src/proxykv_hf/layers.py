@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from .attention import AttentionOutput, Backend, check_keywords, hand_over, ragged_attention, take_hidden
+from .attention import AttentionOutput, Backend, Lease, check_arguments, hand_over, ragged_attention, take_hidden
 from .errors import CacheStateError
 from .scorers.base import Observation
 from .storage import DenseStorage, RaggedStorage
@@ -29,6 +29,7 @@ class PrunedLayer(DynamicLayer):
         storage: What it holds, if anything.
         offset: Columns seen that the mask does not cover.
         fixed: Columns at the start that are the result of a prune and cannot be cropped.
+        lease: Of a layer in somebody else's cache: the model's attention, for as long as it lives.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class PrunedLayer(DynamicLayer):
         storage: DenseStorage | RaggedStorage | None = None,
         offset: int = 0,
         fixed: int = 0,
+        lease: Lease | None = None,
     ) -> None:
         self.index = index
+        self.lease = lease
         self.storage = storage
         self.offset = offset
         self.fixed = fixed
@@ -85,7 +88,7 @@ class PrunedLayer(DynamicLayer):
             self.storage.append(key_states, value_states)
         keys, values = self.storage.keys, self.storage.values
         if self.watch is not None or isinstance(self.storage, RaggedStorage):
-            hand_over(keys, self)
+            hand_over(keys, values, self)
         return keys, values
 
     def attend(
@@ -100,7 +103,7 @@ class PrunedLayer(DynamicLayer):
     ) -> AttentionOutput:
         """See `attention.AttendingLayer`."""
         if self.watch is not None:
-            check_keywords(kwargs)
+            check_arguments(attention_mask, kwargs)
             self.watch(
                 Observation(
                     layer=self.index,
@@ -137,7 +140,7 @@ class PrunedLayer(DynamicLayer):
     def fork(self) -> PrunedLayer:
         """An independent layer that shares memory until written."""
         storage = None if self.storage is None else self.storage.fork()
-        return PrunedLayer(self.index, storage, self.offset, self.fixed)
+        return PrunedLayer(self.index, storage, self.offset, self.fixed, self.lease)
 
     def get_seq_length(self) -> int:
         """Tokens (columns) seen."""
@@ -152,9 +155,24 @@ class PrunedLayer(DynamicLayer):
         self.storage, self.offset, self.fixed, self.watch = None, 0, 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` columns, none of them the result of a prune."""
+        """Drop the last ``-tokens_to_remove`` columns.
+
+        Raises:
+            CacheStateError: Some of them are the result of a prune.
+        """
+        self.check_crop(-tokens_to_remove)
         if self.storage is not None:
             self.storage.crop(-tokens_to_remove)
+
+    def check_crop(self, count: int) -> None:
+        """Raise `CacheStateError` if the last ``count`` columns reach into the pruned part."""
+        room = self.columns - self.fixed
+        if count > room:
+            what = "the pruned part of the prompt" if self.offset else "the start of the cache"
+            raise CacheStateError(
+                f"cannot crop {count} of {self.get_seq_length()} tokens: only the last {room} lie after {what}; "
+                "reset() and prefill again"
+            )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the batch rows ``indices``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from . import attention
 from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, ScoringError
 from .geometry import ModelGeometry
 from .layers import PrunedLayer
-from .prompt import Context, Prompt, read_prompt
+from .prompt import Context, Prompt, check_left_padded, read_prompt
 from .scorers.base import Observation, Scorer, ScorerRun, ScoringRequest
 
 Taps = list[torch.utils.hooks.RemovableHandle]
+
+#: Arguments of a forward by which its rows are told apart, and kinds of values that concern all rows alike.
+ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache")
+SCALARS = (bool, int, float, str, type(None))
 
 
 class Prefill:
@@ -59,7 +64,8 @@ class Prefill:
         self._runs: dict[str, ScorerRun] = {}
         self._chunks: list[Tensor | None] = []
         self._mask: Tensor | None = None
-        self._next_positions: Tensor | None = None
+        self._positions: list[Tensor] = []
+        self._ids_tell_rows = True
         self._drafts = 0
 
     def begin(
@@ -106,21 +112,30 @@ class Prefill:
             self._runs.pop(name).cancel()
 
     def _note(self, call: Mapping[str, Any], shape: tuple[int, int]) -> None:
+        mask, positions = call.get("attention_mask"), call.get("position_ids")
+        if mask is not None:
+            check_left_padded(mask.bool())
+        if positions is None:
+            seen = sum(chunk.shape[1] for chunk in self._positions)
+            positions = torch.arange(seen, seen + shape[1]).expand(shape[0], -1)
+        elif positions.ndim == 3:  # multimodal rotary positions `[3, B, q]`: text goes on after the largest
+            positions = positions.amax(0)
+            self._ids_tell_rows = False
+        # Images, adapters and the like make rows of the same tokens differ.
+        if any(name not in ROW_ARGUMENTS and not isinstance(value, SCALARS) for name, value in call.items()):
+            self._ids_tell_rows = False
         self.batch = shape[0]
         self._chunks.append(call.get("input_ids"))
-        self._mask = call.get("attention_mask")
-        positions = call.get("position_ids")
-        self._next_positions = None
-        if positions is not None and positions.ndim == 2:
-            self._next_positions = positions[:, -1].expand(shape[0]).cpu() + 1
+        self._positions.append(positions.expand(shape[0], -1).cpu())
+        self._mask = mask
 
     def crop(self, count: int, seen: int) -> None:
         """The last ``count`` of ``seen`` tokens were taken back."""
         self.cropped = True
         ids = self._ids()
         self._chunks = [None if ids is None else ids[:, : seen - count]]
+        self._positions = [torch.cat(self._positions, dim=1)[:, : seen - count]]
         self._mask = None if self._mask is None else self._mask[:, : seen - count]
-        self._next_positions = None if self._next_positions is None else self._next_positions - count
         self._drafts = max(0, self._drafts - count)
 
     def read(self, seen: int) -> tuple[Prompt, Tensor]:
@@ -129,8 +144,16 @@ class Prefill:
         Raises:
             InvalidInputError: Padding that is not on the left, a context outside the prompt.
         """
-        positions = None if self._next_positions is None else self._next_positions - self._drafts
-        return read_prompt(self._ids(), self._mask, positions, self.context, (self.batch, seen - self._drafts))
+        return self._read(self._mask, self.context, (self.batch, seen - self._drafts))
+
+    def _read(self, mask: Tensor | None, context: Context | None, shape: tuple[int, int]) -> tuple[Prompt, Tensor]:
+        ids = self._ids()
+        prompt, rows = read_prompt(
+            ids if self._ids_tell_rows else None, mask, torch.cat(self._positions, dim=1), context, shape
+        )
+        if ids is not None and prompt.input_ids is None:
+            prompt = replace(prompt, input_ids=ids[:, : shape[1]].cpu())
+        return prompt, rows
 
     def finish(self, prompt: Prompt, rows: Tensor, layers: Sequence[Any]) -> dict[str, Tensor]:
         """Scores by name, `[R, L, H, P]`; none if scoring failed, see ``fallback``.
@@ -144,7 +167,7 @@ class Prefill:
         for layer in layers:
             if isinstance(layer, PrunedLayer):
                 layer.watch = None
-        request = ScoringRequest(prompt, self.geometry, self.tokenizer)
+        request = self._scoring_request(prompt)
         view = WholeLayers(self.target, request, rows, layers)
         scores: dict[str, Tensor] = {}
         for name, scorer in self.scorers.items():
@@ -179,12 +202,15 @@ class Prefill:
 
     def _first_request(self, shape: tuple[int, int]) -> ScoringRequest:
         """The request as far as it is known: more chunks may follow, and the span may lie in them."""
-        positions = None if self._next_positions is None else self._next_positions - self._drafts
         try:
-            prompt, _ = read_prompt(self._ids(), self._mask, positions, self.context, shape)
+            prompt, _ = self._read(self._mask, self.context, shape)
         except InvalidInputError:
-            prompt, _ = read_prompt(self._ids(), None, positions, None, shape)
-        return ScoringRequest(prompt, self.geometry, self.tokenizer)
+            prompt, _ = self._read(None, None, shape)
+        return self._scoring_request(prompt)
+
+    def _scoring_request(self, prompt: Prompt) -> ScoringRequest:
+        limit = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return ScoringRequest(prompt, self.geometry, self.tokenizer, limit)
 
     def _fail(self, name: str, error: Exception) -> None:
         """Raise if strict, else remember and warn."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,16 +74,17 @@ class Prompt:
 def read_prompt(
     input_ids: Tensor | None,
     attention_mask: Tensor | None,
-    next_positions: Tensor | None,
+    position_ids: Tensor | None,
     context: Context | None,
     shape: tuple[int, int],
 ) -> tuple[Prompt, Tensor]:
-    """Find the distinct rows of a prompt.
+    """Find the distinct rows of a prompt: those that differ in tokens, positions or context.
 
     Args:
-        input_ids: `[B, P]`, or None for a prompt given as embeddings.
-        attention_mask: `[B, P]`, left-padded, or None without padding.
-        next_positions: `[B]`, or None if positions count columns.
+        input_ids: `[B, P]` or more columns, or None where tokens do not tell what a row holds (a
+            prompt of embeddings, images beside the text): then every row is distinct.
+        attention_mask: `[B, P]` or more, left-padded, or None without padding.
+        position_ids: `[B, P]` or more, or None if positions count columns.
         context: See `Context`; None for all of each row.
         shape: ``(B, P)``.
 
@@ -101,20 +104,23 @@ def read_prompt(
         for row, length in enumerate(lengths):
             if length == 0:
                 raise InvalidInputError(f"row {row} of the prompt has no tokens: its attention mask is all zero")
-            if not real[row, columns - length :].all():
-                raise InvalidInputError(
-                    f"expected padding on the left, but row {row} of attention_mask has a zero after a one: "
-                    "set tokenizer.padding_side = 'left' (cache.prefill takes right padding too)"
-                )
-    if next_positions is None:
-        next_positions = torch.full((batch,), columns)
+        check_left_padded(real)
+    if position_ids is None:
+        position_ids = torch.arange(columns).expand(batch, -1)
+    position_ids = position_ids[:, :columns].cpu()
 
     seen: dict[object, int] = {}
     first: list[int] = []
     rows = []
     for row, length in enumerate(lengths):
-        ids = row if input_ids is None else tuple(input_ids[row, columns - length : columns].tolist())
-        key = (ids, context_of(context, row, batch), int(next_positions[row]))
+        key: object = row
+        if input_ids is not None:
+            own = slice(columns - length, columns)
+            key = (
+                tuple(input_ids[row, own].tolist()),
+                tuple(position_ids[row, own].tolist()),
+                context_of(context, row, batch),
+            )
         place = seen.setdefault(key, len(first))
         if place == len(first):
             first.append(row)
@@ -124,24 +130,43 @@ def read_prompt(
         columns=columns,
         lengths=own_lengths,
         contexts=_contexts([context_of(context, row, batch) for row in first], own_lengths),
-        next_positions=tuple(int(next_positions[row]) for row in first),
+        next_positions=tuple(int(position_ids[row, -1]) + 1 for row in first),
         input_ids=None if input_ids is None else input_ids[first, :columns].cpu(),
     )
     return prompt, torch.tensor(rows)
 
 
+def check_left_padded(real: Tensor) -> None:
+    """Refuse a mask `[B, N]`, bool, in which padding follows a token.
+
+    Raises:
+        InvalidInputError: Naming the row.
+    """
+    for row in (real[:, :-1] & ~real[:, 1:]).any(1).nonzero()[:, 0].tolist():
+        raise InvalidInputError(
+            f"expected padding on the left, but row {row} of attention_mask has a zero after a one: set "
+            "tokenizer.padding_side = 'left' (cache.prefill takes right padding too); before a padded follow-up "
+            "to max_new_tokens=1, call report()"
+        )
+
+
 def context_of(context: Context | None, row: int, batch: int) -> tuple[int, int] | None:
-    """The span that a `Context` holds for one row of a batch."""
+    """The span that a `Context` holds for one row of a batch.
+
+    With fewer spans than rows each serves as many rows in turn, as ``generate`` expands its inputs
+    for beams and several return sequences.
+    """
     if context is None:
         return None
-    spans = list(context)
-    if len(spans) == 2 and all(isinstance(bound, int) for bound in spans):
-        return (int(spans[0]), int(spans[1]))  # type: ignore[call-overload]
-    if len(spans) != batch:
+    spans: list[Any] = list(context)
+    if len(spans) == 2 and all(isinstance(bound, numbers.Integral) for bound in spans):
+        spans = [spans]
+    if not spans or batch % len(spans) or any(not isinstance(span, Sequence) or len(span) != 2 for span in spans):
         raise InvalidInputError(
             f"context: expected (start, stop) for all rows or one such span for each of {batch} rows, got {context!r}"
         )
-    return (int(spans[row][0]), int(spans[row][1]))  # type: ignore[index]
+    start, stop = spans[row // (batch // len(spans))]
+    return (int(start), int(stop))
 
 
 def _contexts(spans: Sequence[tuple[int, int] | None], lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -167,8 +192,9 @@ def left_pad(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, 
     Raises:
         InvalidInputError: A wrong shape, an empty prompt or row, a hole inside a row.
     """
-    if input_ids.ndim != 2 or input_ids.numel() == 0:
-        raise InvalidInputError(f"expected input_ids [batch, tokens] with at least one token, got {[*input_ids.shape]}")
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.numel() == 0:
+        got = [*input_ids.shape] if isinstance(input_ids, Tensor) else f"a {type(input_ids).__name__}"
+        raise InvalidInputError(f"expected input_ids, a tensor [batch, tokens] with at least one token, got {got}")
     if attention_mask is None:
         return input_ids, None
     if attention_mask.shape != input_ids.shape:

@@ -87,7 +87,7 @@ def reconstruction_scores(
         geometry.num_layers, geometry.num_key_value_heads, tokens, dtype=torch.float32, device=model.device
     )
     decoder = model.base_model  # no logits: they would be far larger than all else
-    with attention.attached(model):
+    with attention.Lease(model):
         for start, stop, ids in repeat_inputs(tokenizer, input_ids[slice(*context)], chunk_tokens):
             chunk = (context[0] + start, context[0] + stop)
             layers: list[Any] = [
@@ -141,7 +141,7 @@ class _ScoringLayer(_ReadOnlyLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states)
-        attention.hand_over(keys, self)
+        attention.hand_over(keys, values, self)
         return keys, values
 
     def attend(

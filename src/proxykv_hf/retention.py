@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,11 +61,19 @@ class RetentionPolicy:
             value = getattr(self, name)
             if not (_is_count(value) and value >= 0):
                 raise InvalidPolicyError(f"{name}: expected an integer of at least 0, got {value!r}")
-        spans = tuple(tuple(span) for span in self.protected)
-        for span in spans:
-            if not (len(span) == 2 and all(map(_is_count, span)) and 0 <= span[0] < span[1]):
-                raise InvalidPolicyError(f"protected: expected spans (start, stop), 0 <= start < stop, got {span!r}")
-        object.__setattr__(self, "protected", spans)
+        for span in self.protected:
+            pair = isinstance(span, (tuple, list)) and len(span) == 2 and all(map(_is_count, span))
+            if not (pair and 0 <= span[0] < span[1]):
+                raise InvalidPolicyError(
+                    f"protected: expected a tuple of spans (start, stop), 0 <= start < stop, got {span!r} in it"
+                )
+        plain = {
+            "retention_ratio": None if ratio is None else float(ratio),
+            "max_tokens": None if self.max_tokens is None else int(self.max_tokens),
+            "protected": tuple((int(start), int(stop)) for start, stop in self.protected),
+        }
+        for name, value in plain.items():  # numpy's numbers become Python's, for JSON
+            object.__setattr__(self, name, value)
 
     def tokens_per_head(self, context_tokens: int) -> float:
         """Context tokens to keep per head, before rounding."""
@@ -173,8 +182,8 @@ def unpack_mask(packed: Tensor, tokens: int) -> Tensor:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

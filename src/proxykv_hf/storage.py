@@ -35,9 +35,9 @@ def plain_tensors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """``tensor``, detached and contiguous, and without a larger buffer behind it."""
+    """``tensor``, detached and contiguous, no larger buffer behind it, writable outside of inference mode."""
     tensor = tensor.detach().contiguous()
-    if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+    if tensor.is_inference() or tensor.untyped_storage().nbytes() > tensor.nbytes:
         tensor = tensor.clone()
     return tensor
 

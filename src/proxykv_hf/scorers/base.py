@@ -22,11 +22,13 @@ class ScoringRequest:
         prompt: The distinct rows.
         geometry: The target's.
         tokenizer: The target's, or None if the cache was given none.
+        max_positions: Positions that the target has, or None if its config does not say.
     """
 
     prompt: Prompt
     geometry: ModelGeometry
     tokenizer: PreTrainedTokenizerBase | None
+    max_positions: int | None = None
 
 
 @dataclass(frozen=True)

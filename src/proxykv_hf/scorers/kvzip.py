@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InvalidInputError
-from ..reconstruction import CHUNK_TOKENS, SINK_TOKENS, reconstruction_scores
+from ..reconstruction import CHUNK_TOKENS, SINK_TOKENS, reconstruction_scores, repeat_inputs
 from .base import ScorerRun, ScoringRequest, WholeCache
 
 
@@ -30,6 +30,8 @@ class KVzipScorer:
         chunk_tokens: int = CHUNK_TOKENS,
         sink_tokens: int = SINK_TOKENS,
     ) -> None:
+        if tokenizer is not None and not callable(tokenizer):
+            raise InvalidInputError(f"expected the target's tokenizer, got {tokenizer!r}: AutoTokenizer loads it")
         if chunk_tokens < 1 or sink_tokens < 0:
             raise InvalidInputError(
                 f"expected chunk_tokens of at least 1 and sink_tokens of at least 0, got {chunk_tokens}, {sink_tokens}"
@@ -42,12 +44,22 @@ class KVzipScorer:
         """Nothing but checks: the work needs the whole cache.
 
         Raises:
-            InvalidInputError: No tokenizer, or a prompt of embeddings.
+            InvalidInputError: No tokenizer, a prompt of embeddings, or more positions needed than the
+                target has.
         """
         tokenizer = self.tokenizer or request.tokenizer
         if tokenizer is None:
             raise InvalidInputError("KVzip asks the target to repeat: give KVzipScorer(tokenizer) or the cache one")
-        request.prompt.row_ids(0)
+        prompt = request.prompt
+        for row, (start, stop) in enumerate(prompt.contexts):
+            context_ids = prompt.row_ids(row)[start:stop]
+            longest = max(len(ids) for _, _, ids in repeat_inputs(tokenizer, context_ids, self.chunk_tokens))
+            needed = prompt.next_positions[row] + longest
+            if request.max_positions is not None and needed > request.max_positions:
+                raise InvalidInputError(
+                    f"KVzip repeats the context in {longest} tokens after the prompt and so needs {needed} positions, "
+                    f"but the target has {request.max_positions}: give a smaller chunk_tokens, or a shorter prompt"
+                )
         return _KVzipRun(self, tokenizer)
 
 

@@ -64,7 +64,7 @@ class _SnapKVRun(ScorerRun):
             window = min(self.scorer.window_tokens, length)
             for layer, last in self.last.items():
                 first = last.columns - last.query.shape[2]  # the column of the first noted query
-                columns = slice(prompt.columns - window - first, prompt.columns - first)
+                columns = slice(max(0, prompt.columns - window - first), prompt.columns - first)
                 query = last.query[cache.batch_row(row), :, columns]
                 keys = states[layer][0][0]
                 scores[row, layer, :, prompt.pads[row] :] = window_scores(
