@@ -26,6 +26,25 @@ def test_wrong_input_is_refused_before_a_model_is_loaded(capsys, tmp_path):
     assert run(capsys, str(empty), "--max-new-tokens", "0")[0] == 2
 
 
+def test_a_file_that_is_no_text_is_named(capsys, tmp_path):
+    path = tmp_path / "picture.png"
+    path.write_bytes(b"\x89PNG\xff\xfe")
+    code, error = run(capsys, str(path))
+    assert code == 2
+    assert f"expected text in UTF-8, but {path} is none" in error
+
+
+def test_an_unknown_target_shows_the_short_names(capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    path = tmp_path / "story.txt"
+    path.write_text("Once upon a time.")
+    code = cli.main(["generate", "--target", str(tmp_path / "empty"), "--question", "What?", str(path)])
+    error = capsys.readouterr().err
+    assert code == 2
+    assert "--target: expected a folder with a model" in error
+    assert "short names here: gemma3-270m, qwen2.5-coder-0.5b" in error
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

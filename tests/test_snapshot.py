@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import random_ids, random_scores, tiny_model
 
@@ -31,7 +32,7 @@ def test_a_saved_cache_goes_on_where_it_was(tmp_path, kind, allocation, state):
     model = tiny_model(kind)
     ids, new = random_ids(2, 40), random_ids(2, 4, seed=3)
     scorer = FixedScorer(random_scores(model, 2, 40))
-    with ProxyPrunedCache(model, scorer, policy(allocation=allocation)) as cache:
+    with ProxyPrunedCache(model, scorer, policy(allocation=allocation), context=(2, 38)) as cache:
         if state != "empty":
             cache.prefill(ids, prune=state == "pruned")
             call_forward(model, input_ids=random_ids(2, 2, seed=1), cache=cache)
@@ -43,6 +44,7 @@ def test_a_saved_cache_goes_on_where_it_was(tmp_path, kind, allocation, state):
                 assert a[same] == b[same], same
             assert b["bytes_kept"] <= a["bytes_kept"]  # slack is not saved
             assert loaded.policy == cache.policy
+            assert tuple(loaded.context) == (2, 38)
             expected = call_forward(model, input_ids=new, cache=cache).logits
             torch.testing.assert_close(call_forward(model, input_ids=new, cache=loaded).logits, expected)
             if state != "empty":
@@ -107,6 +109,14 @@ def test_what_cannot_be_loaded_says_why(tmp_path):
     path.write_bytes(whole)
     save_file(load_file(path), path, metadata={"proxykv": json.dumps({"format": 99})})
     with pytest.raises(CacheStateError, match="format 1, got 99"):
+        ProxyPrunedCache.load(tmp_path, target=model)
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    del tensors["1.keys"]
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(CacheStateError, match=r"lacks '1.keys'"):
         ProxyPrunedCache.load(tmp_path, target=model)
     save_file({"a": torch.zeros(1)}, path)
     with pytest.raises(CacheStateError, match="format 1, got None"):

@@ -99,7 +99,7 @@ class ProxyPrunedCache(DynamicCache):
         self.policy = policy
         self.tokenizer = tokenizer
         self.strict = strict
-        self._default_context = context
+        self.context = context
         self._phase = _Phase.CLOSED
         self._open()
 
@@ -123,7 +123,7 @@ class ProxyPrunedCache(DynamicCache):
         self._phase = _Phase.EMPTY
         self._in_forward = False
         self._recording = False
-        self._prefill = self._new_prefill(self._default_context)
+        self._prefill = self._new_prefill(self.context)
         self._prompt: Prompt | None = None
         self._rows = torch.empty(0, dtype=torch.long)
         self._kept: Tensor | None = None  # [R, L_full, H, ceil(P / 8)], packed bits
@@ -182,7 +182,7 @@ class ProxyPrunedCache(DynamicCache):
         if scorers is not None and prune:
             raise InvalidInputError("scorers are compared over a whole cache: pass prune=False with them")
         input_ids, attention_mask = left_pad(input_ids, attention_mask)
-        context = self._default_context if context is None else context
+        context = self.context if context is None else context
         shape = (input_ids.shape[0], input_ids.shape[1])
         read_prompt(input_ids, attention_mask, None, context, shape)  # refuses a wrong context before any work
         inputs: dict[str, Any] = {"input_ids": input_ids.to(self.target.device)}
@@ -577,7 +577,7 @@ class ProxyPrunedCache(DynamicCache):
                 layer.keys, layer.values = own(layer.keys), own(layer.values)
         self._seconds["prune"] = time.perf_counter() - started
         self._phase = _Phase.READY
-        self._prefill = self._new_prefill(self._default_context)  # lets go of the prompt
+        self._prefill = self._new_prefill(self.context)  # lets go of the prompt
         return scores
 
     def _prune(self, scores: Tensor, policy: RetentionPolicy) -> None:
@@ -637,7 +637,7 @@ class ProxyPrunedCache(DynamicCache):
             self.scorer,
             policy,
             tokenizer=self.tokenizer,
-            context=self._default_context,
+            context=self.context,
             strict=self.strict,
         )
         twin._restore(

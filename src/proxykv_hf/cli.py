@@ -42,7 +42,11 @@ def _add_generate(commands: Any) -> None:
         description="Prefill a document once, prune its cache without having seen the questions, answer them.",
     )
     parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="the document; - (default) is stdin")
-    parser.add_argument("--target", required=True, help="a folder, a Hub id, or a name from examples/models.py")
+    parser.add_argument(
+        "--target",
+        required=True,
+        help=f"a folder, a Hub id, or in a checkout a short name ({', '.join(_example_names()) or 'none here'})",
+    )
     parser.add_argument("--question", required=True, action="append", help="may be given several times")
     parser.add_argument("--scorer", choices=SCORERS, default="kvzip", help="what rates the KV pairs (default: kvzip)")
     budget = parser.add_mutually_exclusive_group()
@@ -65,7 +69,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     )
     if arguments.max_new_tokens < 1:
         raise InvalidInputError(f"--max-new-tokens: expected at least 1, got {arguments.max_new_tokens}")
-    document = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+    try:
+        document = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"expected text in UTF-8, but {arguments.file} is none: {error}") from error
     if not document.strip():
         raise InvalidInputError(f"expected a document, but {arguments.file} is empty")
     folder = _resolve(arguments.target)
@@ -79,8 +86,16 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
+    except (OSError, ValueError) as error:
+        names = _example_names()
+        known = f"; short names here: {', '.join(names)}" if names else ""
+        raise InvalidInputError(
+            f"--target: expected a folder with a model or an id that the Hub has, got {arguments.target!r}{known} "
+            f"({str(error).splitlines()[0]})"
+        ) from error
 
     before, after = chat_affixes(tokenizer)
     prefix, context = encode(tokenizer, before), encode(tokenizer, document)
@@ -129,18 +144,28 @@ def _scorer(name: str) -> Scorer:
     return scorers[name]()
 
 
-def _resolve(target: str) -> str:
-    """A folder or Hub id as it is; in a checkout also a short name of ``examples/models.py``."""
-    models = Path(__file__).resolve().parents[2] / "examples" / "models.py"
-    if Path(target).exists() or not models.is_file():
-        return target
-    spec = importlib.util.spec_from_file_location("proxykv_example_models", models)
-    assert spec is not None
-    assert spec.loader is not None
+def _example_models() -> Any:
+    """The module ``examples/models.py``, which a checkout has, or None."""
+    path = Path(__file__).resolve().parents[2] / "examples" / "models.py"
+    spec = importlib.util.spec_from_file_location("proxykv_example_models", path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        return None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return str(module.resolve(target)) if target in module.MODELS else target
+    return module
+
+
+def _example_names() -> list[str]:
+    models = _example_models()
+    return [] if models is None else sorted(models.MODELS)
+
+
+def _resolve(target: str) -> str:
+    """A folder or Hub id as it is; in a checkout also a short name of ``examples/models.py``."""
+    if Path(target).exists() or target not in _example_names():
+        return target
+    return str(_example_models().resolve(target))
 
 
 if __name__ == "__main__":

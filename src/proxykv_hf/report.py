@@ -12,7 +12,8 @@ class CacheReport:
     """A cache in numbers.
 
     Args:
-        seen_tokens: Per row, tokens the model has seen (without padding).
+        seen_tokens: Per row, tokens the model has seen: the prompt's without padding, and all that
+            came after it.
         kept_tokens: Per row, full-attention layer and head, the tokens held.
         bytes_full: Bytes a `DynamicCache` of the same tokens holds.
         bytes_kept: Bytes this cache holds: slack included, memory that rows share counted once.

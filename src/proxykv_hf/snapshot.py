@@ -61,6 +61,7 @@ def save_cache(cache: ProxyPrunedCache, folder: Path) -> None:
         "weights": weights_fingerprint(cache.target),
         "policy": cache.policy.to_dict(),
         "prompt": None if cache._prompt is None else dataclasses.asdict(cache._prompt),
+        "context": cache.context,
         "strict": cache.strict,
         "seconds": cache._seconds,
         "devices": cache._devices,
@@ -115,8 +116,27 @@ def load_cache(
             ProxyKVWarning,
             stacklevel=3,
         )
+    try:
+        return _rebuilt(cache_class, header, tensors, target, scorer, tokenizer)
+    except (KeyError, TypeError) as error:
+        raise CacheStateError(f"{path} lacks {error}, which format {FORMAT} has: save the cache again") from error
+
+
+def _rebuilt(
+    cache_class: type[ProxyPrunedCache],
+    header: dict[str, Any],
+    tensors: dict[str, Tensor],
+    target: PreTrainedModel,
+    scorer: Scorer | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> ProxyPrunedCache:
     cache = cache_class(
-        target, scorer, RetentionPolicy(**header["policy"]), tokenizer=tokenizer, strict=header["strict"]
+        target,
+        scorer,
+        RetentionPolicy(**header["policy"]),
+        tokenizer=tokenizer,
+        context=header["context"],
+        strict=header["strict"],
     )
     cache._restore(
         layers=[_layer(index, entry, tensors, cache) for index, entry in enumerate(header["layers"])],
