@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "proxykv_hf"
 LEVELS = {
     0: ["errors", "_compat"],
     1: ["geometry", "retention", "storage", "prompt", "chat", "report"],
-    2: ["attention", "scorers.base"],
+    2: ["attention", "inputs", "scorers.base"],
     3: ["layers", "reconstruction"],
     4: ["prefill", "pruning", "snapshot"],
     5: ["cache", "dynamic"],

@@ -35,6 +35,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .geometry import ModelGeometry
+from .inputs import check_input, mask_as_held
 from .layers import PrunedLayer
 from .prefill import Prefill, Taps, checked_scores
 from .prompt import Context, Prompt, left_pad, read_prompt
@@ -214,8 +215,9 @@ class ProxyPrunedCache(DynamicCache):
             raise CacheStateError("expected a whole cache: make one with prefill(..., prune=False)")
         started = time.perf_counter()
         twin = self._twin(policy)
-        twin._prune(checked_scores(scores, self.geometry, self._prompt), policy)
+        over_budget = twin._prune(checked_scores(scores, self.geometry, self._prompt), policy)
         twin._seconds["prune"] = time.perf_counter() - started
+        warn_over_budget(over_budget)
         return twin
 
     def fork(self, n: int = 1) -> ProxyPrunedCache:
@@ -351,7 +353,8 @@ class ProxyPrunedCache(DynamicCache):
             )
         self._check_usable()
         call = bind_forward(model, args, kwargs)
-        batch, tokens = self._check_input(call)
+        ragged = self.policy.allocation == "global" if self._prompt is None else self._is_ragged()
+        batch, tokens = check_input(call, len(self._rows), self.get_seq_length(), ragged)
         if self._phase is _Phase.PREFILL and (tokens == 1 or self._prefill.cropped):
             self._settle()
         if self._phase is _Phase.PREFILL:
@@ -372,62 +375,10 @@ class ProxyPrunedCache(DynamicCache):
                 raise
             self._rows = torch.arange(batch)
             self._phase = _Phase.PREFILL
-        mask = self._mask_as_held(call.get("attention_mask"))
+        mask = None if self._prompt is None else mask_as_held(call.get("attention_mask"), self._prompt, self._rows)
         self._in_forward = True
         self._forward_started = time.perf_counter()
         return None if mask is None else kwargs | {"attention_mask": mask}
-
-    def _mask_as_held(self, mask: Tensor | None) -> Tensor | None:
-        """A continuation's mask with the prompt's padding where the cache has it, or None if it is there.
-
-        ``prefill`` moves padding to the left, and the mask that the caller has may still show it on
-        the right. What was pruned is seen by all later tokens, so no other mask of it can be honoured.
-        """
-        if mask is None or self._prompt is None:
-            return None
-        columns = self._prompt.columns
-        pads = torch.tensor([self._prompt.pads[row] for row in self._rows.tolist()], device=mask.device)
-        held = torch.arange(columns, device=mask.device) >= pads[:, None]
-        given = mask[:, :columns].bool()
-        if torch.equal(held, given):
-            return None
-        if not torch.equal(held.sum(1), given.sum(1)):
-            raise InvalidInputError(
-                f"expected attention_mask to show the prompt's {held.sum(1).tolist()} tokens, got "
-                f"{given.sum(1).tolist()}: a token of the prompt cannot be masked later"
-            )
-        return torch.cat([held.to(mask.dtype), mask[:, columns:]], dim=1)
-
-    def _check_input(self, call: dict[str, Any]) -> tuple[int, int]:
-        """The shape of a forward's input.
-
-        Raises:
-            InvalidInputError: It does not fit what the cache holds.
-        """
-        given = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
-        if given is None or given.ndim < 2 or given.shape[1] == 0:
-            raise InvalidInputError("expected input_ids [batch, tokens] with at least one token, got none")
-        batch, tokens = given.shape[:2]
-        if self._rows.numel() and batch != len(self._rows):
-            raise InvalidInputError(
-                f"expected {len(self._rows)} rows as the cache holds, got {batch}: fork(n) makes a cache of more"
-            )
-        seen = self.get_seq_length()
-        mask = call.get("attention_mask")
-        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-            raise InvalidInputError("expected a 2-D attention_mask [batch, tokens seen and new], or none")
-        if mask is not None and mask.shape != (batch, seen + tokens):
-            raise InvalidInputError(
-                f"expected attention_mask [{batch}, {seen + tokens}], over the {seen} tokens seen (not only those "
-                f"kept) and {tokens} new ones, got {[*mask.shape]}"
-            )
-        ragged = self.policy.allocation == "global" if self._prompt is None else self._is_ragged()
-        if ragged and call.get("output_attentions"):
-            raise InvalidInputError(
-                "heads that keep different numbers of tokens have no attention matrices to return: drop "
-                "output_attentions, or use allocation='uniform' on a prompt without padding"
-            )
-        return batch, tokens
 
     def after_forward(self, model: nn.Module, succeeded: bool) -> None:
         """Called as a forward with this cache ends; not for a KeyboardInterrupt in its midst."""
@@ -565,10 +516,10 @@ class ProxyPrunedCache(DynamicCache):
         self._fallback = prefill.fallback
         self._seconds |= prefill.seconds
         self._devices |= prefill.devices
-        started = time.perf_counter()
+        started, over_budget = time.perf_counter(), 0
         if prune and scores:
             try:
-                self._prune(next(iter(scores.values())), self.policy)
+                over_budget = self._prune(next(iter(scores.values())), self.policy)
             except BaseException:  # out of memory, say: some layers are pruned and some are not
                 self._spoil()
                 raise
@@ -578,17 +529,16 @@ class ProxyPrunedCache(DynamicCache):
         self._seconds["prune"] = time.perf_counter() - started
         self._phase = _Phase.READY
         self._prefill = self._new_prefill(self.context)  # lets go of the prompt
+        warn_over_budget(over_budget)
         return scores
 
-    def _prune(self, scores: Tensor, policy: RetentionPolicy) -> None:
-        """Shrink the layers, one after another, to what ``policy`` keeps."""
+    def _prune(self, scores: Tensor, policy: RetentionPolicy) -> int:
+        """Shrink the layers, one after another, to what ``policy`` keeps; the pairs kept beyond the budget."""
         assert self._prompt is not None
         keep, over_budget = keep_masks(scores[:, list(self.geometry.full_layers)], self._prompt, policy)
-        if over_budget:
-            warn_over_budget(over_budget)
         if keep.all():
             self._kept = pack_mask(keep).cpu()
-            return
+            return over_budget
         self._note_peak()
         held = storage_bytes(list(self.tensors()))
         ragged = is_ragged(keep, self._prompt)
@@ -598,6 +548,7 @@ class ProxyPrunedCache(DynamicCache):
             held += added - storage_bytes(self.layers[index].tensors())
             self.layers[index] = layer
         self._kept = pack_mask(keep).cpu()
+        return over_budget
 
     def _kept_mask(self) -> Tensor:
         """`[R, L_full, H, P]`, bool."""
@@ -627,7 +578,7 @@ class ProxyPrunedCache(DynamicCache):
             raise CacheStateError("the cache is closed: make a new one")
         if self._phase is _Phase.SPOILED:
             raise CacheStateError(
-                "an exception in a forward left the cache half written: call reset() or make a new one"
+                "an exception in its midst left the cache half written: call reset() or make a new one"
             )
 
     def _twin(self, policy: RetentionPolicy) -> ProxyPrunedCache:

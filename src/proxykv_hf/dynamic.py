@@ -68,8 +68,7 @@ def prune_dynamic_cache(
             "heads or rows keep different numbers of tokens, and their attention needs the model: pass "
             "target=model, or use allocation='uniform' on a prompt without padding"
         )
-    if over_budget:
-        warn_over_budget(over_budget)
+    warn_over_budget(over_budget)
     if keep.all():
         return
     lease = Lease(target) if ragged and target is not None else None

@@ -57,9 +57,10 @@ def prune_layers(
 
 
 def warn_over_budget(pairs: int) -> None:
-    """The one warning for a budget that protection does not fit in."""
-    warnings.warn(
-        f"sinks, recent and protected tokens do not fit in the budget: {pairs} KV pairs more are kept",
-        ProxyKVWarning,
-        stacklevel=3,
-    )
+    """The one warning for a budget that protection does not fit in, if any pairs are kept beyond it."""
+    if pairs:
+        warnings.warn(
+            f"sinks, recent and protected tokens do not fit in the budget: {pairs} KV pairs more are kept",
+            ProxyKVWarning,
+            stacklevel=3,
+        )
