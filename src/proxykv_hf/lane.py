@@ -1,0 +1,100 @@
+"""Where work runs beside the target: a thread of its own and, on CUDA, a stream of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Job(Generic[T]):
+    """Work under way on a lane."""
+
+    def __init__(self, work: Callable[[Callable[[], bool]], T], device: torch.device, threads: int | None) -> None:
+        self._work, self._device, self._threads = work, device, threads
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._cancelled = threading.Event()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            # What the caller has queued so far, the prompt's copy to the device say, comes first.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._after: torch.cuda.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="proxykv-lane", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        # Grad mode and thread count belong to the thread, but a thread count that is set is also what threads
+        # started later begin with: it is put back.
+        threads = torch.get_num_threads()
+        try:
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)
+            with torch.no_grad():
+                if self._stream is None:
+                    self._result = self._work(self._cancelled.is_set)
+                else:
+                    with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                        self._result = self._work(self._cancelled.is_set)
+                        self._after = self._stream.record_event()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del self._work  # and with it all that the work held
+            torch.set_num_threads(threads)
+
+    def ready(self) -> bool:
+        """Whether `result` would return, or raise, without waiting for the thread."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> T:
+        """What the work returned, for the caller's stream to use.
+
+        Args:
+            timeout: Seconds to wait; None for as long as it takes.
+
+        Raises:
+            TimeoutError: It took longer.
+            BaseException: What the work raised, with its own traceback.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the scores were not there after {timeout} s")
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._after is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._after)
+            if isinstance(self._result, Tensor):
+                self._result.record_stream(stream)
+        result, self._result = self._result, None
+        return result  # type: ignore[return-value]
+
+    def cancel(self) -> None:
+        """Ask the work to stop, and wait until it has: the memory that it held is free then."""
+        self._cancelled.set()
+        self._thread.join()
+        self._result = self._error = None
+
+
+class Lane:
+    """Starts jobs.
+
+    Args:
+        device: Where they compute.
+        threads: CPU threads that a job uses; None for as many as torch uses elsewhere.
+    """
+
+    def __init__(self, device: torch.device, threads: int | None = None) -> None:
+        self.device = device
+        self.threads = threads
+
+    def submit(self, work: Callable[[Callable[[], bool]], T]) -> Job[T]:
+        """Start ``work`` and return at once. It is given a function that tells whether it was cancelled."""
+        return Job(work, self.device, self.threads)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+import weakref
+
+import pytest
+import torch
+
+from proxykv_hf.lane import Lane
+
+CPU = torch.device("cpu")
+
+
+def test_work_runs_beside_and_its_result_is_fetched():
+    started, go = threading.Event(), threading.Event()
+
+    def work(cancelled):
+        started.set()
+        go.wait(10)
+        return torch.ones(3)
+
+    job = Lane(CPU).submit(work)
+    assert started.wait(10)
+    assert not job.ready()
+    go.set()
+    assert torch.equal(job.result(), torch.ones(3))
+    assert job.ready()
+
+
+def test_an_error_surfaces_with_its_own_traceback():
+    def deep(cancelled):
+        raise ValueError("deep down")
+
+    job = Lane(CPU).submit(deep)
+    with pytest.raises(ValueError, match="deep down") as caught:
+        job.result()
+    assert "in deep" in "".join(traceback.format_exception(caught.value))
+
+
+def test_waiting_has_an_end():
+    go = threading.Event()
+    job = Lane(CPU).submit(lambda cancelled: go.wait(10))
+    with pytest.raises(TimeoutError, match=r"after 0.01 s"):
+        job.result(0.01)
+    go.set()
+    assert job.result(10) is True
+
+
+def test_a_cancelled_job_stops_and_lets_go_of_everything():
+    tensor = torch.ones(1000)
+    gone = weakref.ref(tensor)
+    stopped = []
+
+    def work(cancelled, tensor=tensor):
+        while not cancelled():
+            pass
+        stopped.append(None)
+        return tensor
+
+    job = Lane(CPU).submit(work)
+    del work, tensor
+    job.cancel()
+    assert stopped
+    gc.collect()
+    assert gone() is None
+
+
+def test_grad_mode_and_thread_counts_stay_in_the_lane():
+    torch.set_num_threads(2)
+    seen = []
+
+    def work(cancelled):
+        seen.append((torch.is_grad_enabled(), torch.get_num_threads()))
+        return torch.ones(2, requires_grad=True) * 2
+
+    with torch.enable_grad():
+        result = Lane(CPU, threads=1).submit(work).result()
+        assert torch.is_grad_enabled()
+    assert seen == [(False, 1)]
+    assert not result.requires_grad
+    assert torch.get_num_threads() == 2
+    later = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [2]
