@@ -14,8 +14,11 @@ import models
 import oracle_check
 import pytest
 import torch
+from hidden_facts import hidden_facts
 
+from proxykv_hf import KVzipScorer, ProxyKVWarning, ProxyPrunedCache, RandomScorer, RetentionPolicy
 from proxykv_hf._compat import cache_keyword
+from proxykv_hf.pretrained import load_proxy_scorer
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +47,6 @@ def test_the_oracle_equals_whole_attention_matrices(smollm2, capsys, monkeypatch
 def test_keeping_everything_changes_no_answer(smollm2):
     from transformers import DynamicCache
 
-    from proxykv_hf import ProxyPrunedCache, RandomScorer, RetentionPolicy
-
     model, tokenizer = smollm2
     inputs = tokenizer([STORY + "The lighthouse was built by"], return_tensors="pt")
     arguments = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -53,6 +54,23 @@ def test_keeping_everything_changes_no_answer(smollm2):
     with ProxyPrunedCache(model, RandomScorer(), RetentionPolicy(1.0)) as cache:
         ours = model.generate(**inputs, **{cache_keyword(model): cache}, **arguments)
     assert all(torch.equal(a, b) for a, b in zip(plain.logits, ours.logits, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::proxykv_hf.ProxyKVWarning")
+def test_the_shipped_mapper_agrees_with_the_oracle(smollm2):
+    """On a text of another kind than it was trained on; chance is the ratio itself."""
+    model, tokenizer = smollm2
+    proxykv = load_proxy_scorer(Path(__file__).resolve().parents[1] / "mappers" / "smollm2", target=model)
+    scorers = {"proxykv": proxykv, "kvzip": KVzipScorer(tokenizer)}
+    ids = tokenizer([hidden_facts(tokenizer, 300, 3, seed=5).text], return_tensors="pt").input_ids
+    with ProxyPrunedCache(model, None, RetentionPolicy(1.0)) as cache:
+        scores = cache.prefill(ids, prune=False, scorers=scorers)
+    ours, theirs = scores["proxykv"][0], scores["kvzip"][0]
+    prior = proxykv.mapper.head_prior()[..., None] + 1e-4 * torch.rand(ours.shape)
+    assert oracle_check.agreement(ours, theirs, 0.2, within_heads=True) > 0.5
+    assert oracle_check.agreement(ours, theirs, 0.2, within_heads=False) > 0.7
+    blind = oracle_check.agreement(prior, theirs, 0.2, within_heads=False)
+    assert oracle_check.agreement(ours, theirs, 0.2, within_heads=False) > blind + 0.03
 
 
 def run(*arguments, text=STORY):
@@ -92,14 +110,17 @@ def test_a_document_longer_than_the_models_positions_is_refused(tmp_path):
 
 def test_the_readmes_code_runs(smollm2, tmp_path, monkeypatch, capsys):
     """Every Python block of the README, one after another, on the model that it names."""
-    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    root = Path(__file__).resolve().parents[1]
+    readme = (root / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     name = re.search(r'^name = (".*?")', blocks[0], re.MULTILINE).group(1)
     code = "\n".join(blocks).replace(name, repr(str(models.resolve("smollm2-135m"))))
+    code = code.replace('"mappers/', f'"{root}/mappers/')
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the older spelling, which works on every version
+        warnings.simplefilter("ignore", ProxyKVWarning)  # the Hub's weights are not those of the mapper's training
         exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "Clara Fenwick" in printed

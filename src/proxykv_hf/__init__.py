@@ -12,30 +12,43 @@ from .errors import (
     ScoringError,
     UnsupportedModelError,
 )
+from .features import FeatureRecipe
+from .generation import ProxyKVConfig, ProxyKVGenerationMixin, with_proxykv
 from .geometry import ModelGeometry
+from .mapper import HybridAxialMapper, HybridAxialMapperConfig
 from .report import CacheReport
 from .retention import RetentionPolicy
 from .scorers.base import Observation, Scorer, ScorerRun, ScoringRequest, WholeCache
 from .scorers.fixed import FixedScorer
+from .scorers.head_prior import HeadPriorScorer
 from .scorers.kvzip import KVzipScorer
+from .scorers.proxy import ProxyScorer
 from .scorers.random import RandomScorer
 from .scorers.snapkv import SnapKVScorer
+from .scorers.static_alignment import StaticAlignmentScorer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CacheReport",
     "CacheStateError",
+    "FeatureRecipe",
     "FixedScorer",
     "GeometryError",
+    "HeadPriorScorer",
+    "HybridAxialMapper",
+    "HybridAxialMapperConfig",
     "InvalidInputError",
     "InvalidPolicyError",
     "KVzipScorer",
     "ModelGeometry",
     "Observation",
+    "ProxyKVConfig",
     "ProxyKVError",
+    "ProxyKVGenerationMixin",
     "ProxyKVWarning",
     "ProxyPrunedCache",
+    "ProxyScorer",
     "RandomScorer",
     "RetentionPolicy",
     "Scorer",
@@ -43,7 +56,9 @@ __all__ = [
     "ScoringError",
     "ScoringRequest",
     "SnapKVScorer",
+    "StaticAlignmentScorer",
     "UnsupportedModelError",
     "WholeCache",
     "prune_dynamic_cache",
+    "with_proxykv",
 ]

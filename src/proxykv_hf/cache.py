@@ -67,6 +67,7 @@ class ProxyPrunedCache(DynamicCache):
         context: What may be evicted, in each row's own positions (without padding); all by default.
             Tokens outside are kept and do not count in the budget's total.
         strict: Raise if scoring fails, instead of going on uncompressed with a `ProxyKVWarning`.
+        timeout: Seconds to wait for scores once the prefill is over; after them scoring has failed.
 
     Raises:
         UnsupportedModelError: The target has no KV cache that can be pruned.
@@ -87,6 +88,7 @@ class ProxyPrunedCache(DynamicCache):
         tokenizer: PreTrainedTokenizerBase | None = None,
         context: Context | None = None,
         strict: bool = False,
+        timeout: float | None = None,
     ) -> None:
         if not isinstance(policy, RetentionPolicy):
             raise InvalidPolicyError(
@@ -100,6 +102,7 @@ class ProxyPrunedCache(DynamicCache):
         self.policy = policy
         self.tokenizer = tokenizer
         self.strict = strict
+        self.timeout = timeout
         self.context = context
         self._phase = _Phase.CLOSED
         self._open()
@@ -124,6 +127,7 @@ class ProxyPrunedCache(DynamicCache):
         self._phase = _Phase.EMPTY
         self._in_forward = False
         self._recording = False
+        self._expected: int | None = None
         self._prefill = self._new_prefill(self.context)
         self._prompt: Prompt | None = None
         self._rows = torch.empty(0, dtype=torch.long)
@@ -145,6 +149,7 @@ class ProxyPrunedCache(DynamicCache):
             tokenizer=self.tokenizer,
             context=context,
             strict=strict or self.strict,
+            timeout=self.timeout,
             taps=self._taps,
         )
 
@@ -198,6 +203,13 @@ class ProxyPrunedCache(DynamicCache):
             if not self._is_settled():
                 self._spoil()
             raise
+
+    def expect(self, tokens: int) -> None:
+        """Say how many tokens (columns) the prompt of a stock ``generate`` has: then its end needs no guess."""
+        self._check_usable()
+        if self._phase is not _Phase.EMPTY or tokens < 1:
+            raise CacheStateError(f"expected an empty cache and at least one token, got {self._phase.value}, {tokens}")
+        self._expected = tokens
 
     def compress(self, scores: Tensor, policy: RetentionPolicy) -> ProxyPrunedCache:
         """A pruned copy of this whole cache, which stays whole.
@@ -264,6 +276,47 @@ class ProxyPrunedCache(DynamicCache):
             devices=dict(self._devices),
             fallback=self._fallback,
         )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        mapper: str | Path,
+        *,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        policy: RetentionPolicy | None = None,
+        retention_ratio: float | None = None,
+        context: Context | None = None,
+        strict: bool = False,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> ProxyPrunedCache:
+        """A cache whose scorer is a small model, through a trained mapper.
+
+        Args:
+            mapper: A Hub id, or a folder. Its config names the proxy.
+            target: The model that generates.
+            tokenizer: The target's, to be compared with the proxy's.
+            policy: How much is kept; or ``retention_ratio`` for a default policy of that ratio.
+            retention_ratio: See ``policy``; 0.3 if neither is given.
+            context: As in the constructor.
+            strict: The same.
+            timeout: The same.
+            options: ``proxy``, ``revision``, ``device``, ``dtype``, ``threads``, see
+                `pretrained.load_proxy_scorer`.
+
+        Raises:
+            InvalidInputError: No mapper there; both or neither of ratio and policy.
+            GeometryError: The mapper was trained for another target or proxy.
+        """
+        from .pretrained import load_proxy_scorer
+
+        if policy is not None and retention_ratio is not None:
+            raise InvalidPolicyError("expected a policy or a retention_ratio, got both: put the ratio into the policy")
+        if policy is None:
+            policy = RetentionPolicy(0.3 if retention_ratio is None else retention_ratio)
+        scorer = load_proxy_scorer(mapper, target=target, **options)
+        return cls(target, scorer, policy, tokenizer=tokenizer, context=context, strict=strict, timeout=timeout)
 
     def save(self, folder: str | Path) -> None:
         """Write the cache to ``folder``, from where `load` reads it."""
@@ -355,7 +408,7 @@ class ProxyPrunedCache(DynamicCache):
         call = bind_forward(model, args, kwargs)
         ragged = self.policy.allocation == "global" if self._prompt is None else self._is_ragged()
         batch, tokens = check_input(call, len(self._rows), self.get_seq_length(), ragged)
-        if self._phase is _Phase.PREFILL and (tokens == 1 or self._prefill.cropped):
+        if self._phase is _Phase.PREFILL and self._is_prefill_over(tokens):
             self._settle()
         if self._phase is _Phase.PREFILL:
             self._prefill.extend(call, (batch, tokens))
@@ -365,11 +418,8 @@ class ProxyPrunedCache(DynamicCache):
                     "this cache was given no scorer and cannot prefill: ProxyPrunedCache(target, scorer, policy), "
                     "load(..., scorer=...) or prefill(..., prune=False, scorers={name: scorer})"
                 )
-            # Assisted decoding sends drafts along with the prompt, and wants logits from the last prompt token on.
-            logits = call.get("logits_to_keep")
-            drafts = max(0, logits - 1) if self._recording and isinstance(logits, int) else 0
             try:
-                self._prefill.begin(call, (batch, tokens), drafts, self._full_layers())
+                self._prefill.begin(call, (batch, tokens), self._drafts(call, tokens), self._full_layers())
             except BaseException:
                 self._start_empty()
                 raise
@@ -379,6 +429,20 @@ class ProxyPrunedCache(DynamicCache):
         self._in_forward = True
         self._forward_started = time.perf_counter()
         return None if mask is None else kwargs | {"attention_mask": mask}
+
+    def _is_prefill_over(self, tokens: int) -> bool:
+        """Whether a forward of ``tokens`` more belongs to the answer."""
+        if self._expected is not None:
+            return self.get_seq_length() >= self._expected
+        return tokens == 1 or self._prefill.cropped
+
+    def _drafts(self, call: dict[str, Any], tokens: int) -> int:
+        """Tokens at the end of a first forward that are not the prompt's, in assisted decoding."""
+        if self._expected is not None:
+            return max(0, tokens - self._expected)
+        # Drafts are sent along with the prompt, and logits are wanted from the last prompt token on.
+        logits = call.get("logits_to_keep")
+        return max(0, logits - 1) if self._recording and isinstance(logits, int) else 0
 
     def after_forward(self, model: nn.Module, succeeded: bool) -> None:
         """Called as a forward with this cache ends; not for a KeyboardInterrupt in its midst."""
@@ -590,6 +654,7 @@ class ProxyPrunedCache(DynamicCache):
             tokenizer=self.tokenizer,
             context=self.context,
             strict=self.strict,
+            timeout=self.timeout,
         )
         twin._restore(
             layers=[layer.fork() if isinstance(layer, PrunedLayer) else copy.copy(layer) for layer in self.layers],

@@ -36,6 +36,7 @@ class Prefill:
         tokenizer: For scorers that need one.
         context: What may be evicted.
         strict: Raise if scoring fails, instead of warning and going on without scores.
+        timeout: Seconds to wait for scores.
         taps: Hooks on the model while it is observed; the caller owns the list and removes what is
             left in it should this object be dropped.
     """
@@ -49,11 +50,12 @@ class Prefill:
         tokenizer: PreTrainedTokenizerBase | None,
         context: Context | None,
         strict: bool,
+        timeout: float | None,
         taps: Taps,
     ) -> None:
         self.target, self.geometry, self.scorers = target, geometry, scorers
         self.tokenizer, self.context, self.strict = tokenizer, context, strict
-        self.taps = taps
+        self.timeout, self.taps = timeout, taps
         self.batch = 0
         self.cropped = False
         """Whether tokens were taken back: then the next forward is no chunk of the prompt."""
@@ -183,7 +185,10 @@ class Prefill:
                 self.devices |= run.devices
             except Exception as error:
                 self._fail(name, error)
-            self.seconds["wait"] = self.seconds.get("wait", 0.0) + time.perf_counter() - started
+            waited = time.perf_counter() - started
+            self.seconds["wait"] = self.seconds.get("wait", 0.0) + waited
+            if len(self.scorers) > 1:
+                self.seconds[f"wait {name}"] = waited
         return {} if self.fallback is not None else scores
 
     def cancel(self) -> None:
@@ -210,7 +215,7 @@ class Prefill:
 
     def _scoring_request(self, prompt: Prompt) -> ScoringRequest:
         limit = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return ScoringRequest(prompt, self.geometry, self.tokenizer, limit)
+        return ScoringRequest(prompt, self.geometry, self.tokenizer, limit, self.timeout)
 
     def _fail(self, name: str, error: Exception) -> None:
         """Raise if strict, else remember and warn."""

@@ -23,12 +23,14 @@ class ScoringRequest:
         geometry: The target's.
         tokenizer: The target's, or None if the cache was given none.
         max_positions: Positions that the target has, or None if its config does not say.
+        timeout: Seconds that `ScorerRun.finish` may wait, or None.
     """
 
     prompt: Prompt
     geometry: ModelGeometry
     tokenizer: PreTrainedTokenizerBase | None
     max_positions: int | None = None
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,147 @@
+"""``model.generate(..., proxykv=ProxyKVConfig(...))``: the cache is made, used and closed by itself."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ._compat import CACHE_KEYWORDS, cache_keyword
+from .cache import ProxyPrunedCache
+from .errors import InvalidInputError, InvalidPolicyError
+from .pretrained import load_proxy_scorer
+from .prompt import Context
+from .retention import RetentionPolicy
+from .scorers.base import Scorer
+
+M = TypeVar("M", bound=PreTrainedModel)
+
+
+@dataclass
+class ProxyKVConfig:
+    """How ``generate`` is to prune. One object may serve many calls: it loads its mapper once for a model.
+
+    Args:
+        mapper: A Hub id or folder; or give ``scorer``.
+        scorer: Any scorer, in place of a mapper.
+        retention_ratio: Share kept, 0.3 by default; or give ``policy``.
+        policy: How much is kept, in full.
+        tokenizer: The target's, for scorers that need it and to be compared with the proxy's.
+        context: What may be evicted, see `ProxyPrunedCache`.
+        strict: Raise if scoring fails.
+        timeout: Seconds to wait for scores.
+        options: For `load_proxy_scorer`: ``proxy``, ``revision``, ``device``, ``dtype``, ``threads``.
+
+    Raises:
+        InvalidInputError: Both or neither of ``mapper`` and ``scorer``.
+        InvalidPolicyError: Both ``retention_ratio`` and ``policy``, or a wrong ratio.
+    """
+
+    mapper: str | Path | None = None
+    scorer: Scorer | None = None
+    retention_ratio: float | None = None
+    policy: RetentionPolicy | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    context: Context | None = None
+    strict: bool = False
+    timeout: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.mapper is None) == (self.scorer is None):
+            given = "neither" if self.mapper is None else "both"
+            raise InvalidInputError(f"expected a mapper or a scorer, got {given}: give exactly one of them")
+        if self.retention_ratio is not None and self.policy is not None:
+            raise InvalidPolicyError("expected a policy or a retention_ratio, got both: put the ratio into the policy")
+        if self.policy is None:
+            self.policy = RetentionPolicy(0.3 if self.retention_ratio is None else self.retention_ratio)
+        self._scorers: weakref.WeakKeyDictionary[PreTrainedModel, Scorer] = weakref.WeakKeyDictionary()
+
+    def make_cache(self, target: PreTrainedModel) -> ProxyPrunedCache:
+        """A new cache for ``target``; a mapper is loaded on the first call."""
+        scorer = self.scorer or self._scorers.get(target)
+        if scorer is None:
+            assert self.mapper is not None
+            scorer = self._scorers[target] = load_proxy_scorer(self.mapper, target=target, **self.options)
+        assert self.policy is not None
+        return ProxyPrunedCache(
+            target,
+            scorer,
+            self.policy,
+            tokenizer=self.tokenizer,
+            context=self.context,
+            strict=self.strict,
+            timeout=self.timeout,
+        )
+
+
+class ProxyKVGenerationMixin:
+    """Gives a model's ``generate`` the argument ``proxykv``; without it everything is as before.
+
+    Put it before the model class: ``class ProxyKVQwen2(ProxyKVGenerationMixin, Qwen2ForCausalLM)``, or
+    use `with_proxykv` on a model that is loaded already.
+    """
+
+    def generate(
+        self, inputs: Tensor | None = None, *args: Any, proxykv: ProxyKVConfig | None = None, **kwargs: Any
+    ) -> Any:
+        """As transformers' ``generate``.
+
+        Args:
+            inputs: The prompt, as ever; or ``input_ids=`` or ``inputs_embeds=``.
+            proxykv: Prune the prompt's cache so; None for not at all.
+
+        The cache lives in the output if ``return_dict_in_generate`` asks for it, and is closed otherwise.
+
+        Raises:
+            InvalidInputError: A cache is given as well.
+        """
+        generate = super().generate  # type: ignore[misc]
+        if proxykv is None:
+            return generate(inputs, *args, **kwargs)
+        if any(kwargs.get(name) is not None for name in CACHE_KEYWORDS):
+            raise InvalidInputError("expected proxykv or a cache, got both: a ProxyPrunedCache is a cache already")
+        prompt = next(
+            (p for p in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if p is not None), None
+        )
+        assert isinstance(self, PreTrainedModel)
+        cache = proxykv.make_cache(self)
+        output: Any = None
+        try:
+            if prompt is not None:
+                cache.expect(prompt.shape[1])
+            output = generate(inputs, *args, **kwargs, **{cache_keyword(self): cache})
+            return output
+        finally:
+            if not any(getattr(output, name, None) is cache for name in CACHE_KEYWORDS):
+                cache.close()
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', under the plain architecture's name, so that everybody can load it."""
+        own, plain = type(self), plain_class(type(self))
+        self.__class__ = plain
+        try:
+            return self.save_pretrained(*args, **kwargs)
+        finally:
+            self.__class__ = own
+
+
+def plain_class(cls: type) -> type:
+    """The first class of ``cls``'s ancestors that is a model without the mixin."""
+    return next(
+        base
+        for base in cls.__mro__
+        if issubclass(base, PreTrainedModel) and not issubclass(base, ProxyKVGenerationMixin)
+    )
+
+
+def with_proxykv(model: M) -> M:
+    """The same model, whose ``generate`` takes ``proxykv=`` from now on."""
+    if not isinstance(model, ProxyKVGenerationMixin):
+        plain = type(model)
+        model.__class__ = type(f"ProxyKV{plain.__name__}", (ProxyKVGenerationMixin, plain), {})
+    return model

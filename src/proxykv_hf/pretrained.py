@@ -1,0 +1,145 @@
+"""A mapper, its proxy and the checks between them and the target, put together into a scorer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from .errors import InvalidInputError, ProxyKVWarning
+from .geometry import ModelGeometry, weights_fingerprint
+from .mapper import HybridAxialMapper
+from .scorers.proxy import ProxyScorer, check_proxy, check_target
+
+#: As a mapper's ``proxy_id``: the proxy is the target's own first layers, its parameters shared.
+SELF_PROXY = "target"
+
+
+def load_proxy_scorer(
+    mapper: str | Path | HybridAxialMapper,
+    *,
+    target: PreTrainedModel,
+    proxy: str | Path | PreTrainedModel | None = None,
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    threads: int | None = None,
+) -> ProxyScorer:
+    """The scorer that a mapper describes.
+
+    Args:
+        mapper: A Hub id, a folder, or a mapper.
+        target: The model whose cache is to be pruned.
+        proxy: A folder, an id or a model in place of the one that the mapper's config names.
+        revision: Of the mapper on the Hub.
+        device: Of proxy and mapper; the target's by default.
+        dtype: Of the proxy; the target's by default. The mapper computes in float32.
+        threads: CPU threads of the proxy's lane.
+
+    Raises:
+        InvalidInputError: ``mapper`` holds no mapper, or one in another form than safetensors.
+        GeometryError: The mapper was made for another target or proxy.
+
+    Other weights of the same geometry than those it was trained with, another quantization say, are
+    a `ProxyKVWarning`.
+    """
+    device = target.device if device is None else torch.device(device)
+    dtype = target.dtype if dtype is None else dtype
+    loaded = mapper if isinstance(mapper, HybridAxialMapper) else load_mapper(mapper, revision)
+    nn.Module.to(loaded, device=device, dtype=torch.float32).eval()
+    config = loaded.config
+    check_target(loaded, ModelGeometry.from_config(target.config))
+    tokenizer: PreTrainedTokenizerBase | None = None
+    layers = config.feature_recipe.proxy_layers
+    small: PreTrainedModel
+    if isinstance(proxy, PreTrainedModel):
+        small = cast(PreTrainedModel, proxy.base_model)
+    elif proxy is None and config.proxy_id == SELF_PROXY:
+        small = first_layers(target, layers)
+    else:
+        source, at = (str(config.proxy_id), config.proxy_revision) if proxy is None else (str(proxy), None)
+        check_proxy(loaded, ModelGeometry.from_config(AutoConfig.from_pretrained(source, revision=at or "main")))
+        small = load_first_layers(source, layers, revision=at, dtype=dtype, device=device)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=at or "main")
+    for what, model, expected in (("target", target, config.target_weights), ("proxy", small, config.proxy_weights)):
+        if expected is not None and weights_fingerprint(model) != expected:
+            warnings.warn(
+                f"the mapper was trained with other weights of the {what} (another fine-tune or quantization of the "
+                "same geometry): it keeps a little less well",
+                ProxyKVWarning,
+                stacklevel=3,
+            )
+    return ProxyScorer(small, loaded, tokenizer=tokenizer, threads=threads)
+
+
+def load_mapper(source: str | Path, revision: str | None = None) -> HybridAxialMapper:
+    """A mapper from a folder or the Hub, from safetensors only.
+
+    Raises:
+        InvalidInputError: There is no mapper, or none in safetensors.
+    """
+    try:
+        config = PreTrainedConfig.get_config_dict(source, revision=revision)[0]
+        if config and config.get("model_type") != HybridAxialMapper.config_class.model_type:
+            raise InvalidInputError(f"expected a mapper, but {source} holds a {config.get('model_type')}")
+        if not config:
+            raise OSError("there is no config.json")
+        return HybridAxialMapper.from_pretrained(source, revision=revision or "main", use_safetensors=True)
+    except OSError as error:
+        raise InvalidInputError(
+            f"expected a folder or Hub id that holds a mapper (config.json and model.safetensors), got {source}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _cut(config: PreTrainedConfig, layers: int) -> Any:
+    """A copy of a decoder's config for its first ``layers`` layers."""
+    decoder = copy.deepcopy(config.get_text_config(decoder=True))
+    if layers > decoder.num_hidden_layers:
+        raise InvalidInputError(
+            f"the mapper reads {layers} layers of a proxy that has {decoder.num_hidden_layers}: another proxy?"
+        )
+    decoder.num_hidden_layers = layers
+    if getattr(decoder, "layer_types", None) is not None:
+        decoder.layer_types = decoder.layer_types[:layers]
+    return decoder
+
+
+def load_first_layers(
+    source: str, layers: int, *, revision: str | None, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The first layers of a model on disk or the Hub, without its language-model head; the rest is not read."""
+    config = _cut(AutoConfig.from_pretrained(source, revision=revision or "main"), layers)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # that the other layers' weights are not used is what is wanted
+    try:
+        model = AutoModel.from_pretrained(source, revision=revision or "main", config=config, dtype=dtype)
+    finally:
+        logging.set_verbosity(verbosity)
+    return cast(PreTrainedModel, nn.Module.to(model, device).eval())
+
+
+def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """A decoder of the target's first layers: modules of its own, the target's parameters."""
+    config = _cut(target.config, layers)
+    config._attn_implementation = "sdpa"
+    with init_empty_weights(include_buffers=False):  # buffers, of rotary embeddings say, are small and real
+        model = AutoModel.from_config(config)
+    wanted = set(model.state_dict())
+    shared = {name: tensor for name, tensor in target.base_model.named_parameters() if name in wanted}
+    model.load_state_dict(shared, strict=False, assign=True)
+    return cast(PreTrainedModel, nn.Module.to(model, target.device).eval())

@@ -1,0 +1,47 @@
+"""Each head's mean training score, blind to the text: KVzip's context-independent mode (arXiv 2505.23416)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..errors import GeometryError
+from .base import ScorerRun, ScoringRequest, WholeCache
+
+
+class HeadPriorScorer:
+    """The same score for every token of a head; needs no pass at all.
+
+    Args:
+        prior: `[L, H]`, higher is kept; `HybridAxialMapper.head_prior` has one.
+    """
+
+    name = "head_prior"
+    observes = False
+
+    def __init__(self, prior: Tensor) -> None:
+        self.prior = prior
+
+    def begin(self, request: ScoringRequest) -> ScorerRun:
+        """Nothing to launch.
+
+        Raises:
+            GeometryError: The prior is of another target.
+        """
+        expected = (request.geometry.num_layers, request.geometry.num_key_value_heads)
+        if tuple(self.prior.shape) != expected:
+            raise GeometryError(f"expected a prior [L, H] = {[*expected]}, got {[*self.prior.shape]}")
+        return _HeadPriorRun(self.prior)
+
+
+class _HeadPriorRun(ScorerRun):
+    def __init__(self, prior: Tensor) -> None:
+        super().__init__()
+        self.prior = prior
+
+    def ready(self) -> bool:
+        return True
+
+    def finish(self, cache: WholeCache) -> Tensor:
+        prompt = cache.request.prompt
+        scores = self.prior.to(cache.target.device)[None, :, :, None]
+        return scores.expand(len(prompt.lengths), -1, -1, prompt.columns)

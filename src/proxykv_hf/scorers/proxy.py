@@ -1,0 +1,115 @@
+"""ProxyKV (arXiv 2605.16360): a small model reads the context while the large one prefills."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import GeometryError
+from ..features import proxy_features
+from ..geometry import ModelGeometry
+from ..mapper import HybridAxialMapper
+from .base import ScorerRun, ScoringRequest
+from .on_lane import LaneScorer
+
+
+class ProxyScorer(LaneScorer):
+    """Features of the proxy's pass, through the mapper, are the scores of the target's KV pairs.
+
+    Args:
+        proxy: M_s, a decoder without language-model head, cut to the layers that the mapper reads.
+        mapper: Phi_theta, trained for this proxy and the target.
+        tokenizer: The proxy's; the target's must give the same tokens.
+        threads: CPU threads of the lane; None for as many as torch uses elsewhere.
+
+    Raises:
+        GeometryError: The proxy is not the one that the mapper was trained for.
+    """
+
+    name = "proxykv"
+
+    def __init__(
+        self,
+        proxy: PreTrainedModel,
+        mapper: HybridAxialMapper,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        threads: int | None = None,
+    ) -> None:
+        recipe = mapper.config.feature_recipe
+        layers = proxy.config.get_text_config(decoder=True).num_hidden_layers
+        if layers != recipe.proxy_layers or recipe.channels(proxy.config) != mapper.config.channels:
+            raise GeometryError(
+                f"expected a proxy of {recipe.proxy_layers} layers whose features have {mapper.config.channels} "
+                f"channels, got {layers} layers and {recipe.channels(proxy.config)} channels: the mapper "
+                f"was trained for {mapper.config.proxy_id}"
+            )
+        super().__init__(proxy, tokenizer, threads)
+        self.mapper = mapper
+
+    def begin(self, request: ScoringRequest) -> ScorerRun:
+        """Launch the proxy and return at once.
+
+        Raises:
+            GeometryError: The mapper was trained for another target.
+            InvalidInputError: A prompt of embeddings, longer than the proxy's positions, or of another
+                tokenizer.
+        """
+        check_target(self.mapper, request.geometry)
+        return super().begin(request)
+
+    def score_row(
+        self,
+        input_ids: Tensor,
+        context: tuple[int, int],
+        request: ScoringRequest,
+        seconds: dict[str, float],
+        cancelled: Callable[[], bool],
+    ) -> Tensor:
+        """See `LaneScorer.score_row`."""
+        started = time.perf_counter()
+        features = proxy_features(
+            self.proxy,
+            input_ids,
+            self.mapper.config.feature_recipe,
+            context=context,
+            tokenizer=self.tokenizer,
+            cancelled=cancelled,
+        )
+        between = time.perf_counter()
+        scores: Tensor = self.mapper(features[None])[0]
+        seconds["proxy"] = seconds.get("proxy", 0.0) + between - started
+        seconds["mapper"] = seconds.get("mapper", 0.0) + time.perf_counter() - between
+        return scores
+
+
+def check_target(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
+    """Refuse a mapper that was trained for a target of another geometry.
+
+    Raises:
+        GeometryError: Naming what differs.
+    """
+    _check_geometry(mapper.config.target, geometry, f"{mapper.config.target_id}, another target than this")
+
+
+def check_proxy(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
+    """Refuse a mapper that was trained for a (whole) proxy of another geometry.
+
+    Raises:
+        GeometryError: Naming what differs.
+    """
+    _check_geometry(mapper.config.proxy, geometry, f"{mapper.config.proxy_id}, another proxy than this")
+
+
+def _check_geometry(trained: ModelGeometry, given: ModelGeometry, what: str) -> None:
+    expected, got = trained.to_dict(), given.to_dict()
+    differ = [name for name in expected if expected[name] != got[name]]
+    if differ:
+        raise GeometryError(
+            f"the mapper was trained for {what}: expected "
+            f"{', '.join(f'{name}={expected[name]!r}' for name in differ)}, got "
+            f"{', '.join(f'{name}={got[name]!r}' for name in differ)}"
+        )

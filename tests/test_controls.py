@@ -1,0 +1,54 @@
+"""The two controls that a trained mapper has to beat."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_scorers import kvzip_twin
+from tiny import random_ids, tiny_model, tiny_tokenizer
+
+from proxykv_hf import (
+    GeometryError,
+    HeadPriorScorer,
+    InvalidInputError,
+    ModelGeometry,
+    ProxyPrunedCache,
+    RetentionPolicy,
+    StaticAlignmentScorer,
+)
+from proxykv_hf.scorers.static_alignment import align
+
+POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
+
+
+def test_static_alignment_is_the_proxys_kvzip_carried_over():
+    target, proxy = tiny_model("llama", 2, layers=5), tiny_model("qwen2", 3, layers=3)
+    ids = random_ids(1, 40)
+    with ProxyPrunedCache(target, StaticAlignmentScorer(proxy.model, tiny_tokenizer()), POLICY, strict=True) as cache:
+        scores = cache.prefill(ids, context=(4, 40))["static_alignment"]
+    twin = kvzip_twin(proxy, ids[0].tolist(), (4, 40), 2048)
+    torch.testing.assert_close(scores[0], twin[[0, 0, 1, 2, 2]], atol=1e-4, rtol=1e-4)
+
+
+def test_maps_of_layers_and_heads():
+    geometry = ModelGeometry(4, 4, 8, 8, (None,) * 4)
+    scores = torch.arange(6.0).view(3, 2, 1)
+    assert align(scores, geometry)[:, :, 0].tolist() == [[0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3], [4, 4, 5, 5]]
+    assert align(scores, geometry, [2, 2, 0, 1])[:, 0, 0].tolist() == [4, 4, 0, 2]
+    for wrong in ([0, 1], [0, 1, 2, 3]):
+        with pytest.raises(InvalidInputError, match="layer_map: expected 4 of the proxy's layers, 0 to 2"):
+            align(scores, geometry, wrong)
+
+
+def test_the_head_prior_fills_the_best_heads_first():
+    model = tiny_model()
+    prior = torch.tensor([[1.0, 5], [2, 0], [4, 3]])
+    with ProxyPrunedCache(model, HeadPriorScorer(prior), POLICY, strict=True) as cache:
+        cache.prefill(random_ids(2, 40))
+        assert cache.report().kept_tokens[1] == [[1, 40], [1, 1], [28, 1]]
+        assert cache.kept_indices(2)[0].tolist() == list(range(28))
+    with (
+        ProxyPrunedCache(model, HeadPriorScorer(prior[:2]), POLICY) as cache,
+        pytest.raises(GeometryError, match=r"expected a prior \[L, H\] = \[3, 2\], got \[2, 2\]"),
+    ):
+        cache.prefill(random_ids(1, 40))

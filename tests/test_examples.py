@@ -1,0 +1,102 @@
+"""The parts of examples and benchmarks that figures hang on, on tiny models."""
+
+from __future__ import annotations
+
+import comparing
+import demo_questions
+import hidden_facts
+import pytest
+import torch
+from reference import Reference, ReferenceRow
+from test_proxy import make_mapper
+from tiny import random_ids, tiny_model, tiny_tokenizer
+
+from proxykv_hf import FixedScorer, HeadPriorScorer, ProxyPrunedCache, RandomScorer, RetentionPolicy
+from proxykv_hf.model_card import mapper_card
+
+TOKENIZER = tiny_tokenizer()
+
+
+def test_hidden_facts_are_seeded_and_all_there():
+    sample = hidden_facts.hidden_facts(TOKENIZER, 900, 4, seed=3)
+    assert sample == hidden_facts.hidden_facts(TOKENIZER, 900, 4, seed=3)
+    assert sample != hidden_facts.hidden_facts(TOKENIZER, 900, 4, seed=4)
+    assert 850 < len(TOKENIZER(sample.text).input_ids) < 1000
+    for _, start, number in sample.questions:
+        assert f"{start.removesuffix(':')} {number}." in sample.text
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_answers_in_a_batch_equal_answers_one_by_one(allocation):
+    model = tiny_model("qwen2", 3)
+    document = random_ids(1, 60)[0].tolist()
+    turns = [random_ids(1, n, seed=n)[0].tolist() for n in (4, 9, 6)]
+    scores = torch.rand(1, 3, 2, 60)
+    policy = RetentionPolicy(0.3, allocation=allocation, sink_tokens=0, recent_tokens=0)
+    with ProxyPrunedCache(model, FixedScorer(scores), policy) as cache:
+        cache.prefill(torch.tensor([document]))
+        answers = comparing.batched_answers(model, TOKENIZER, cache, document, turns, max_new_tokens=5)
+        keep = torch.zeros(3, 2, 60, dtype=torch.bool)
+        for layer in range(3):
+            for head, places in enumerate(cache.kept_indices(layer)):
+                keep[layer, head, places] = True
+    reference = Reference(model)
+    for turn, answer in zip(turns, answers, strict=True):
+        tokens = []
+        for _ in range(5):
+            row = ReferenceRow(document, keep, (turn + tokens)[:-1])
+            tokens.append(int(reference.logits(row, (turn + tokens)[-1:])[-1].argmax()))
+        assert TOKENIZER.decode(tokens, skip_special_tokens=True) == answer
+
+
+def test_comparing_asks_every_method_at_the_same_bytes():
+    model = tiny_model()
+    sample = hidden_facts.hidden_facts(TOKENIZER, 400, 3, seed=0)
+    scorers = {"random": RandomScorer(), "head_prior": HeadPriorScorer(torch.rand(3, 2))}
+    outcomes, seconds = comparing.compare(model, TOKENIZER, sample, scorers, [0.5, 0.2])
+    assert [(o.method, o.ratio) for o in outcomes] == [
+        ("full", 1.0), ("random", 0.5), ("head_prior", 0.5), ("random", 0.2), ("head_prior", 0.2),
+    ]  # fmt: skip
+    assert all(len(o.right) == 3 for o in outcomes)
+    full, *pruned = (o.kv_bytes for o in outcomes)
+    assert pruned[0] == pruned[1] < 0.53 * full
+    assert pruned[2] == pruned[3] < 0.23 * full
+    assert {"prefill", "wait random", "wait head_prior"} <= seconds.keys()
+
+
+def test_the_table_pairs_answers_and_orders_methods():
+    rows = [
+        {
+            "outcomes": [
+                {"method": "full", "ratio": 1.0, "right": [True] * 4, "kv_bytes": 10_000_000},
+                {"method": "random", "ratio": 0.2, "right": [False] * 4, "kv_bytes": 2_000_000},
+                {"method": "proxykv", "ratio": 0.2, "right": [True, True, True, False], "kv_bytes": 2_000_000},
+            ]
+        }
+    ] * 5
+    full, ours, chance = demo_questions.table(rows).splitlines()[2:]
+    assert full == "| 1.0 | full | 20 of 20 = 1.00 | 10.0 |  |"
+    assert ours == "| 0.2 | proxykv | 15 of 20 = 0.75 | 2.0 |  |"
+    assert chance.startswith("| 0.2 | random | 0 of 20 = 0.00 | 2.0 | +75.0 (+")
+    low, high = demo_questions.interval([1.0, 0.0, 1.0, 1.0] * 25)
+    assert low < 0.75 < high
+    assert high - low < 0.2
+
+
+def test_a_card_tells_what_the_mapper_is():
+    target = tiny_model("llama", 3)
+    mapper = make_mapper(target, tiny_model("qwen2", 1, layers=2).model, target_id="big", proxy_id="small")
+    values = {"0.1": 0.5, "0.2": 0.6, "0.3": 0.7, "0.5": 0.8}
+    card = mapper_card(
+        mapper,
+        title="A pair",
+        folder="mappers/pair",
+        agreement={"this mapper, global": values},
+        held_out="3 documents",
+        limits="- Tiny.",
+    )
+    assert card.data.license == "apache-2.0"
+    assert card.data.base_model == ["big"]
+    assert "| this mapper, global | 0.50 | 0.60 | 0.70 | 0.80 |" in card.text
+    assert "the first 2 layers of small" in card.text
+    assert f"{sum(p.numel() for p in mapper.parameters()):,}" in card.text

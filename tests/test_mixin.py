@@ -1,0 +1,136 @@
+"""``generate(proxykv=...)``."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import pytest
+import torch
+from test_proxy import make_mapper
+from tiny import random_ids, random_scores, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+
+from proxykv_hf import (
+    FixedScorer,
+    InvalidInputError,
+    InvalidPolicyError,
+    KVzipScorer,
+    ProxyKVConfig,
+    ProxyKVGenerationMixin,
+    ProxyPrunedCache,
+    RandomScorer,
+    RetentionPolicy,
+    with_proxykv,
+)
+from proxykv_hf._compat import CACHE_KEYWORDS, cache_keyword
+from proxykv_hf.pretrained import SELF_PROXY, first_layers
+
+TOKENS = 50
+POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+class ProxyKVLlama(ProxyKVGenerationMixin, LlamaForCausalLM):
+    """As a user writes it."""
+
+
+def expected(model, scorer, ids, **kwargs):
+    with ProxyPrunedCache(model, scorer, POLICY, tokenizer=tiny_tokenizer()) as cache:
+        return model.generate(ids, **{cache_keyword(model): cache}, **GREEDY | kwargs)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "subclass"])
+def test_generate_prunes_when_asked_and_only_then(how):
+    plain = tiny_model()
+    ids, scorer = random_ids(1, TOKENS), RandomScorer(1)
+    pruned, whole = expected(plain, scorer, ids), plain.generate(ids, **GREEDY)
+    if how == "wrapped":
+        model = with_proxykv(plain)
+        assert with_proxykv(model) is plain
+    else:
+        model = ProxyKVLlama(plain.config).eval()
+        model.load_state_dict(plain.state_dict())
+    assert torch.equal(model.generate(ids, **GREEDY), whole)
+    assert torch.equal(model.generate(ids, **GREEDY, proxykv=ProxyKVConfig(scorer=scorer, policy=POLICY)), pruned)
+    assert torch.equal(
+        model.generate(input_ids=ids, **GREEDY, proxykv=ProxyKVConfig(scorer=scorer, policy=POLICY)), pruned
+    )
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_cache_is_returned_if_asked_for_and_closed_otherwise():
+    model = with_proxykv(tiny_model())
+    config = ProxyKVConfig(scorer=RandomScorer(), policy=POLICY)
+    out = model.generate(random_ids(1, TOKENS), **GREEDY, proxykv=config, return_dict_in_generate=True)
+    cache = next(getattr(out, name) for name in CACHE_KEYWORDS if getattr(out, name, None) is not None)
+    assert cache.report().seen_tokens == [TOKENS + 7]
+    cache.close()
+    model.generate(random_ids(1, TOKENS), **GREEDY, proxykv=config)
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.generate(random_ids(1, TOKENS), **GREEDY, proxykv=config)
+    handle.remove()
+    gc.collect()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("tokens", [33, 64])
+def test_a_last_chunk_of_one_token_is_part_of_the_prompt(tokens):
+    model = with_proxykv(tiny_model())
+    ids, scores = random_ids(1, tokens), random_scores(model, 1, tokens)
+    config = ProxyKVConfig(scorer=FixedScorer(scores), policy=POLICY, strict=True)
+    out = model.generate(ids, **GREEDY, proxykv=config, prefill_chunk_size=32)
+    assert torch.equal(out, expected(model, FixedScorer(scores), ids))
+
+
+def test_drafts_are_told_from_the_prompt():
+    model = with_proxykv(tiny_model())
+    ids = random_ids(1, 10).repeat(1, 5)
+    config = ProxyKVConfig(scorer=KVzipScorer(tiny_tokenizer()), policy=POLICY, strict=True)
+    out = model.generate(ids, **GREEDY, proxykv=config, prompt_lookup_num_tokens=4)
+    assert torch.equal(out, expected(model, config.scorer, ids, prompt_lookup_num_tokens=4))
+
+
+def test_a_mapper_is_loaded_once_for_a_model(tmp_path, monkeypatch):
+    from proxykv_hf import generation
+
+    model = with_proxykv(tiny_model("llama", 3))
+    make_mapper(model, first_layers(model, 2), proxy_id=SELF_PROXY).save_pretrained(tmp_path)
+    loads, load = [], generation.load_proxy_scorer
+
+    def counted(*args, **kwargs):
+        loads.append(kwargs["threads"])
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(generation, "load_proxy_scorer", counted)
+    config = ProxyKVConfig(mapper=tmp_path, retention_ratio=0.5, strict=True, options={"threads": 1})
+    ids = random_ids(1, TOKENS)
+    first = model.generate(ids, **GREEDY, proxykv=config)
+    assert torch.equal(model.generate(ids, **GREEDY, proxykv=config), first)
+    assert loads == [1]
+
+
+def test_saving_writes_the_plain_architecture(tmp_path):
+    for number, model in enumerate((with_proxykv(tiny_model()), ProxyKVLlama(tiny_model().config))):
+        folder = tmp_path / str(number)
+        model.save_pretrained(folder)
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+        assert type(AutoModelForCausalLM.from_pretrained(folder)) is LlamaForCausalLM
+        assert isinstance(model, ProxyKVGenerationMixin)
+
+
+def test_what_contradicts_itself_is_refused():
+    model = with_proxykv(tiny_model())
+    with pytest.raises(InvalidInputError, match="got neither"):
+        ProxyKVConfig()
+    with pytest.raises(InvalidInputError, match="got both"):
+        ProxyKVConfig(mapper="a/b", scorer=RandomScorer())
+    with pytest.raises(InvalidPolicyError, match="got both"):
+        ProxyKVConfig(scorer=RandomScorer(), policy=POLICY, retention_ratio=0.1)
+    with pytest.raises(InvalidPolicyError, match="retention_ratio"):
+        ProxyKVConfig(scorer=RandomScorer(), retention_ratio=2.0)
+    with pytest.raises(InvalidInputError, match="proxykv or a cache, got both"):
+        model.generate(
+            random_ids(1, 5), proxykv=ProxyKVConfig(scorer=RandomScorer()), **{cache_keyword(model): DynamicCache()}
+        )
