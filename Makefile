@@ -2,6 +2,7 @@
 # make quick    its part of under three minutes
 # make check    ruff and mypy
 # make oldest   the quick part on the oldest transformers that is supported (.venv-oldest)
+# make demo     answers from a cache cut to a fifth, a small model choosing; PAIR=qwen2.5-coder for the larger pair
 # make setup    only the environment
 #
 # Where a GPU is found, its own torch is used as it is; elsewhere a CPU build is taken if the package
@@ -11,10 +12,12 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 OLDEST_TRANSFORMERS := 5.17.0
 
+PAIR ?= smollm2
+
 VENV := .venv
 OLDEST := .venv-oldest
 
-.PHONY: setup test quick check oldest clean
+.PHONY: setup test quick check oldest demo clean
 
 setup: $(VENV)/.done
 
@@ -43,6 +46,9 @@ test: $(VENV)/.done
 
 quick: $(VENV)/.done
 	$(VENV)/bin/python -m pytest -m "not slow"
+
+demo: $(VENV)/.done
+	$(VENV)/bin/python examples/demo.py --pair $(PAIR)
 
 check: $(VENV)/.done
 	$(VENV)/bin/ruff check .

@@ -151,7 +151,7 @@ def run_questions(arguments: argparse.Namespace) -> None:
             }
             missed = []
             for name, filled in caches.items():
-                for question, number in sample.questions:
+                for question, _, number in sample.questions:
                     with filled.fork() as fork:
                         answer = ask(model, tokenizer, fork, ids, question)
                     right[name] += number in answer

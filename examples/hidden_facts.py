@@ -31,11 +31,12 @@ class HiddenFacts:
 
     Args:
         text: The document.
-        questions: What to ask, each with the number that its answer must hold.
+        questions: What to ask, how the answer starts (as in RULER, arXiv 2404.06654: a small model
+            rambles without it), and the number that it must hold.
     """
 
     text: str
-    questions: tuple[tuple[str, str], ...]
+    questions: tuple[tuple[str, str, str], ...]
 
 
 def hidden_facts(tokenizer: PreTrainedTokenizerBase, tokens: int, facts: int, seed: int) -> HiddenFacts:
@@ -56,7 +57,11 @@ def hidden_facts(tokenizer: PreTrainedTokenizerBase, tokens: int, facts: int, se
     return HiddenFacts(
         " ".join(filler),
         tuple(
-            (f"What is the special magic number for {key}? Answer with the number only.", number)
+            (
+                f"What is the special magic number for {key}? Answer with the number only.",
+                f"The special magic number for {key} is:",
+                number,
+            )
             for key, number in zip(keys, numbers, strict=True)
         ),
     )

@@ -1,0 +1,58 @@
+"""A long document, a cache cut to a fifth, and questions about it: ``make demo``.
+
+    python examples/demo.py --pair smollm2 --ratio 0.2
+
+The document hides facts. It is prefilled once; ProxyKV, KVzip, the head prior alone and chance each keep
+the same number of KV pairs, without having seen the questions; then all are asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from comparing import compare
+from hidden_facts import hidden_facts
+from pairs import PAIRS, all_scorers, load_pair
+from tqdm import tqdm
+
+#: Tokens of a document that the target can still recall from its full cache, and how many facts.
+LENGTHS = {"smollm2": (500, 2), "qwen2.5-coder": (1000, 8)}
+METHODS = ("proxykv", "kvzip", "head_prior", "random")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", choices=sorted(PAIRS), default="smollm2")
+    parser.add_argument("--ratio", type=float, default=0.2, help="share of KV pairs kept (default: 0.2)")
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    tokens, facts = LENGTHS[arguments.pair]
+    target, tokenizer, proxykv = load_pair(arguments.pair)
+    scorers = {name: s for name, s in all_scorers(arguments.pair, tokenizer, proxykv).items() if name in METHODS}
+    right: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    phases: dict[str, float] = {}
+    for number in tqdm(range(arguments.documents), desc="documents", file=sys.stderr):
+        sample = hidden_facts(tokenizer, tokens, facts, arguments.seed + number)
+        outcomes, seconds = compare(target, tokenizer, sample, scorers, [arguments.ratio])
+        for outcome in outcomes:
+            right[outcome.method] = right.get(outcome.method, 0) + sum(outcome.right)
+            sizes[outcome.method] = sizes.get(outcome.method, 0) + outcome.kv_bytes
+        for phase, value in seconds.items():
+            phases[phase] = phases.get(phase, 0.0) + value
+
+    asked = arguments.documents * facts
+    spent = {"proxykv": phases["proxy"] + phases["mapper"]} | {name: phases[f"wait {name}"] for name in METHODS[1:]}
+    print(f"\n{PAIRS[arguments.pair].target}, {arguments.documents} documents of {tokens} tokens")
+    print(f"{'':12} {'answers right':>14} {'KV MB':>8} {'seconds to score':>17}")
+    for method in ("full", *METHODS):
+        scoring = f"{spent[method] / arguments.documents:.2f}" if method in spent else ""
+        megabytes = sizes[method] / arguments.documents / 1e6
+        print(f"{method:12} {f'{right[method]} of {asked}':>14} {megabytes:>8.1f} {scoring:>17}")
+    print(f"(the target's own prefill: {phases['prefill'] / arguments.documents:.2f} s a document)")
+
+
+if __name__ == "__main__":
+    main()
