@@ -41,7 +41,7 @@ from .prefill import Prefill, Taps, checked_scores
 from .prompt import Context, Prompt, left_pad, read_prompt
 from .pruning import is_ragged, keep_masks, prune_layers, warn_over_budget
 from .report import CacheReport
-from .retention import RetentionPolicy, pack_mask, unpack_mask
+from .retention import RetentionPolicy, pack_mask, policy_or_ratio, unpack_mask
 from .scorers.base import Scorer
 from .snapshot import load_cache, save_cache
 from .storage import RaggedStorage, own, storage_bytes
@@ -311,10 +311,7 @@ class ProxyPrunedCache(DynamicCache):
         """
         from .pretrained import load_proxy_scorer
 
-        if policy is not None and retention_ratio is not None:
-            raise InvalidPolicyError("expected a policy or a retention_ratio, got both: put the ratio into the policy")
-        if policy is None:
-            policy = RetentionPolicy(0.3 if retention_ratio is None else retention_ratio)
+        policy = policy_or_ratio(policy, retention_ratio)
         scorer = load_proxy_scorer(mapper, target=target, **options)
         return cls(target, scorer, policy, tokenizer=tokenizer, context=context, strict=strict, timeout=timeout)
 

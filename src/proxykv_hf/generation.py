@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ._compat import CACHE_KEYWORDS, cache_keyword
 from .cache import ProxyPrunedCache
-from .errors import InvalidInputError, InvalidPolicyError
+from .errors import InvalidInputError
 from .pretrained import load_proxy_scorer
 from .prompt import Context
-from .retention import RetentionPolicy
+from .retention import RetentionPolicy, policy_or_ratio
 from .scorers.base import Scorer
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -55,10 +55,7 @@ class ProxyKVConfig:
         if (self.mapper is None) == (self.scorer is None):
             given = "neither" if self.mapper is None else "both"
             raise InvalidInputError(f"expected a mapper or a scorer, got {given}: give exactly one of them")
-        if self.retention_ratio is not None and self.policy is not None:
-            raise InvalidPolicyError("expected a policy or a retention_ratio, got both: put the ratio into the policy")
-        if self.policy is None:
-            self.policy = RetentionPolicy(0.3 if self.retention_ratio is None else self.retention_ratio)
+        self.policy = policy_or_ratio(self.policy, self.retention_ratio)
         self._scorers: weakref.WeakKeyDictionary[PreTrainedModel, Scorer] = weakref.WeakKeyDictionary()
 
     def make_cache(self, target: PreTrainedModel) -> ProxyPrunedCache:

@@ -87,6 +87,17 @@ class RetentionPolicy:
         return dataclasses.asdict(self)
 
 
+def policy_or_ratio(policy: RetentionPolicy | None, retention_ratio: float | None) -> RetentionPolicy:
+    """``policy``, or a default one of ``retention_ratio``, 0.3 if neither is given.
+
+    Raises:
+        InvalidPolicyError: Both are given, or a wrong ratio.
+    """
+    if policy is not None and retention_ratio is not None:
+        raise InvalidPolicyError("expected a policy or a retention_ratio, got both: put the ratio into the policy")
+    return policy or RetentionPolicy(0.3 if retention_ratio is None else retention_ratio)
+
+
 @dataclass(frozen=True)
 class Selection:
     """What `select` decided for one row.
