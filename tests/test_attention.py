@@ -9,9 +9,10 @@ import torch
 from tiny import random_ids, random_scores, tiny_model
 from transformers import AttentionInterface
 
-from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy, UnsupportedModelError
+from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy, UnsupportedModelError, ragged
 from proxykv_hf._compat import call_forward
-from proxykv_hf.attention import Lease, _Attachment, ragged_attention, tail_mask
+from proxykv_hf.attention import Lease, _Attachment
+from proxykv_hf.ragged import ragged_attention, tail_mask
 from proxykv_hf.storage import DenseStorage, RaggedStorage
 
 
@@ -23,10 +24,31 @@ def plain_attention(query, key, value, see, scaling, softcap):
     return logits.masked_fill(~see, -math.inf).softmax(-1) @ value.double()
 
 
+def plain_varlen(query, key, value, cu_q, cu_k, max_q, max_k, scale):
+    """What flash kernels compute over packed sequences, one after another."""
+    output = query.new_empty(len(query), 1, value.shape[-1])
+    lse = torch.empty(1, len(query))
+    starts = zip(cu_q.tolist()[:-1], cu_q.tolist()[1:], cu_k.tolist()[:-1], cu_k.tolist()[1:], strict=True)
+    for q_start, q_stop, k_start, k_stop in starts:
+        assert q_stop - q_start <= max_q
+        assert k_stop - k_start <= max_k
+        logits = query[q_start:q_stop, 0].double() @ key[k_start:k_stop, 0].double().T * scale
+        output[q_start:q_stop, 0] = (logits.softmax(-1) @ value[k_start:k_stop, 0].double()).to(query.dtype)
+        lse[0, q_start:q_stop] = logits.logsumexp(-1).float()
+    return output, lse
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("way", ["plain", "softcap", "in parts", "varlen"])
+@pytest.mark.parametrize("rows", [[2, 0, 1, 1], [1, 2, 1, 0], [2, 2, 0, 0]], ids=["all", "apart", "without one"])
 @pytest.mark.parametrize(("group", "queries", "tail"), [(1, 1, 1), (2, 1, 5), (3, 7, 7), (7, 3, 10)])
-def test_ragged_attention_equals_the_plain_one(group, queries, tail, softcap, dtype):
+def test_ragged_attention_equals_the_plain_one(group, queries, tail, rows, way, dtype, monkeypatch):
+    softcap = 3.0 if way == "softcap" else None
+    if way == "in parts":
+        monkeypatch.setattr(ragged, "LOGITS_LIMIT", 300)
+    if way == "varlen":
+        monkeypatch.setattr(ragged, "_suits_varlen", lambda *_: True)
+        monkeypatch.setattr(ragged, "varlen_attention", lambda: plain_varlen)
     generator = torch.Generator().manual_seed(group)
     heads, tokens, dim, value_dim, scaling = 2, 23, 8, 5, 0.41
     keys = torch.randn(3, heads, tokens + tail, dim, generator=generator).to(dtype)
@@ -35,7 +57,7 @@ def test_ragged_attention_equals_the_plain_one(group, queries, tail, softcap, dt
     keep[..., 0] = True
     keep[0, 0] = False
     keep[0, 0, 7] = True  # one token only
-    rows = torch.tensor([2, 0, 1, 1])
+    rows = torch.tensor(rows)
     storage = RaggedStorage.from_dense(DenseStorage(keys, values), keep, torch.arange(3), [0, 1, 2])
     storage.select(rows)
     query = torch.randn(4, heads * group, queries, dim, generator=generator).to(dtype)

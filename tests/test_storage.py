@@ -94,7 +94,7 @@ def test_ragged_storage_holds_each_head_exactly():
     for row in range(2):
         for head in range(3):
             columns = keep[row, head].nonzero()[:, 0]
-            block_keys, block_values = storage.block.head(row, head)
+            block_keys, block_values = storage.block.heads[row][head]
             assert torch.equal(block_keys, keys[row, head, columns])
             assert torch.equal(block_values, values[row, head, columns])
     assert torch.equal(storage.keys, keys[:, :, 10:])

@@ -18,8 +18,8 @@ PACKAGE = ROOT / "src" / "proxykv_hf"
 #: A file imports only from levels below its own.
 LEVELS = {
     0: ["errors", "_compat"],
-    1: ["geometry", "retention", "storage", "prompt", "chat", "report", "lane"],
-    2: ["attention", "inputs", "scorers.base"],
+    1: ["geometry", "retention", "storage", "prompt", "chat", "report", "lane", "logits"],
+    2: ["attention", "inputs", "ragged", "scorers.base"],
     3: ["layers", "reconstruction"],
     4: ["features", "prefill", "pruning", "snapshot"],
     5: ["cache", "dynamic", "mapper"],

@@ -23,7 +23,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .errors import UnsupportedModelError
-from .storage import RaggedStorage
 
 PREFIX = "proxykv_"
 
@@ -292,74 +291,3 @@ def check_arguments(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> No
             raise UnsupportedModelError(
                 f"the model's attention uses {name!r}, which a pruned cache cannot honour over ragged heads"
             )
-
-
-def scaled_logits(query: Tensor, key: Tensor, scaling: float | None, softcap: float | None) -> Tensor:
-    """Attention logits before mask and softmax, float32.
-
-    Args:
-        query: `[..., q, D]`.
-        key: `[..., N, D]`.
-        scaling: Factor of the dot product; ``D ** -0.5`` if None.
-        softcap: ``c`` of ``c * tanh(logits / c)`` (Gemma 2), or None.
-
-    Returns: `[..., q, N]`.
-    """
-    logits = torch.matmul(query, key.transpose(-1, -2)).float()
-    logits = logits * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def tail_mask(attention_mask: Tensor | None, rows: int, queries: int, columns: int, device: torch.device) -> Tensor:
-    """Which columns of the tail each query sees, from any back end's mask.
-
-    Args:
-        attention_mask: None, `[B, T]`, or `[B, 1, q, T]` bool or additive.
-        rows: B.
-        queries: q, the last of the columns.
-        columns: T.
-
-    Returns: `[B, q, T]`, bool.
-    """
-    causal = torch.ones(queries, columns, dtype=torch.bool, device=device).tril(columns - queries)
-    causal = causal.expand(rows, -1, -1)
-    if attention_mask is None:
-        return causal
-    mask = attention_mask[..., -columns:]
-    mask = mask if mask.dtype == torch.bool else mask > -1 if mask.ndim == 4 else mask != 0
-    return causal & (mask[:, None] if mask.ndim == 2 else mask[:, 0])
-
-
-def ragged_attention(
-    query: Tensor,
-    storage: RaggedStorage,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Attention over a ragged storage, a KV head at a time with its query group as rows.
-
-    Args:
-        query: `[B, Q, q, D]`, of the tail's last q columns.
-        storage: Its block is seen by every query, its tail as ``attention_mask`` says.
-        attention_mask: The tail's mask, see `tail_mask`.
-
-    Returns: `[B, q, Q, Dv]`.
-    """
-    batch, query_heads, queries, _ = query.shape
-    tail_keys, tail_values = storage.keys, storage.values
-    heads, columns = tail_keys.shape[1:3]
-    group = query_heads // heads
-    mask = tail_mask(attention_mask, batch, queries, columns, query.device).repeat(1, group, 1)  # [B, G*q, T]
-    output = query.new_empty(batch, heads, group, queries, tail_values.shape[-1])
-    for row, block_row in enumerate(storage.rows.tolist()):
-        for head in range(heads):
-            block_keys, block_values = storage.block.head(block_row, head)
-            keys = torch.cat([block_keys, tail_keys[row, head]])  # [K + T, D]
-            values = torch.cat([block_values, tail_values[row, head]])
-            rows = query[row, head * group : (head + 1) * group].reshape(group * queries, -1)  # [G*q, D]
-            logits = scaled_logits(rows, keys, scaling, softcap)
-            logits[:, len(block_keys) :].masked_fill_(~mask[row], float("-inf"))
-            weights = logits.softmax(-1).to(values.dtype)
-            output[row, head] = (weights @ values).view(group, queries, -1)
-    return output.flatten(1, 2).transpose(1, 2).contiguous()

@@ -29,6 +29,7 @@ from . import attention
 from ._compat import call_forward
 from .errors import InvalidInputError
 from .geometry import ModelGeometry
+from .logits import scaled_logits
 from .reconstruction import reconstruction_scores
 
 SOURCES = ("attention", "hidden", "reconstruction")
@@ -206,7 +207,7 @@ def received_attention(query: Tensor, key: Tensor, scaling: float | None, softca
     Args:
         query: `[Q, n, D]`.
         key: `[H, n, D]`.
-        scaling: See `attention.scaled_logits`.
+        scaling: See `logits.scaled_logits`.
         softcap: The same.
     """
     heads, tokens, _ = key.shape
@@ -216,7 +217,7 @@ def received_attention(query: Tensor, key: Tensor, scaling: float | None, softca
     places = torch.arange(tokens, device=query.device)
     for block in places.split(QUERY_BLOCK):
         visible = int(block[-1]) + 1
-        logits = attention.scaled_logits(grouped[:, :, block], key[:, None, :visible], scaling, softcap)
+        logits = scaled_logits(grouped[:, :, block], key[:, None, :visible], scaling, softcap)
         logits.masked_fill_(places[:visible] > block[:, None], -math.inf)
         weights = logits.softmax(-1).masked_fill_(places[:visible] > block[:, None] - NEIGHBOURHOOD, 0.0)
         largest[..., :visible] = torch.maximum(largest[..., :visible], weights.amax(2))

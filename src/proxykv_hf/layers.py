@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from .attention import AttentionOutput, Backend, Lease, check_arguments, hand_over, ragged_attention, take_hidden
+from .attention import AttentionOutput, Backend, Lease, check_arguments, hand_over, take_hidden
 from .errors import CacheStateError
+from .ragged import ragged_attention
 from .scorers.base import Observation
 from .storage import DenseStorage, RaggedStorage
 

@@ -22,6 +22,7 @@ from . import attention
 from ._compat import call_forward
 from .chat import chat_affixes, encode
 from .geometry import ModelGeometry
+from .logits import scaled_logits
 
 RECIPE = "kvzip-1"
 CHUNK_TOKENS = 2048
@@ -171,7 +172,7 @@ def largest_attention(
         query: `[Q, q, D]`.
         seen_keys: `[H, S, D]`, seen by every query.
         own_keys: `[H, q, D]`, the queries' own, seen causally.
-        scaling: See `attention.scaled_logits`.
+        scaling: See `logits.scaled_logits`.
         softcap: The same.
     """
     heads, seen, _ = seen_keys.shape
@@ -181,7 +182,7 @@ def largest_attention(
     places = torch.arange(query.shape[1], device=query.device)
     for block in places.split(QUERY_BLOCK):
         visible = seen + int(block[-1]) + 1  # later keys are masked for the whole block
-        logits = attention.scaled_logits(grouped[:, :, block], keys[:, :, :visible], scaling, softcap)
+        logits = scaled_logits(grouped[:, :, block], keys[:, :, :visible], scaling, softcap)
         logits[..., seen:].masked_fill_(places[: visible - seen] > block[:, None], float("-inf"))
         best = torch.maximum(best, logits.softmax(-1)[..., :seen].amax(dim=(1, 2)))
     return best

@@ -18,6 +18,9 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+#: Batch rows: a slice where they lie together, else their numbers.
+Members = slice | Tensor
+
 #: Room that growing may leave unused: this many tokens or this share, whichever is more.
 SLACK_TOKENS = 16
 SLACK_SHARE = 0.03
@@ -142,19 +145,34 @@ class RaggedBlock:
     values: Tensor
     lengths: tuple[tuple[int, ...], ...]
 
-    @functools.cached_property
-    def _starts(self) -> tuple[tuple[int, ...], ...]:
-        starts, start = [], 0
-        for row in self.lengths:
-            starts.append(tuple(start + sum(row[:head]) for head in range(len(row))))
-            start += sum(row)
-        return tuple(starts)
+    @classmethod
+    @plain_tensors
+    def gather(cls, keys: Tensor, values: Tensor, keep: Tensor, representatives: Sequence[int]) -> RaggedBlock:
+        """Only what ``keep`` marks; besides the result no more than one head's indices is allocated.
 
-    def head(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """K `[K, D]` and V `[K, Dv]` of one head of a distinct row, views."""
-        start = self._starts[row][head]
-        stop = start + self.lengths[row][head]
-        return self.keys[start:stop], self.values[start:stop]
+        Args:
+            keys: `[B, H, N, D]`.
+            values: `[B, H, N, Dv]`.
+            keep: `[R, H, N]`, bool.
+            representatives: R batch rows, one for each distinct row.
+        """
+        lengths = tuple(tuple(row) for row in keep.sum(2).tolist())
+        total = sum(map(sum, lengths))
+        block = cls(keys.new_empty(total, keys.shape[3]), values.new_empty(total, values.shape[3]), lengths)
+        keep = keep.to(keys.device)
+        for distinct, batch_row in enumerate(representatives):
+            for head, (kept_keys, kept_values) in enumerate(block.heads[distinct]):
+                places = keep[distinct, head].nonzero()[:, 0]
+                torch.index_select(keys[batch_row, head], 0, places, out=kept_keys)
+                torch.index_select(values[batch_row, head], 0, places, out=kept_values)
+        return block
+
+    @functools.cached_property
+    def heads(self) -> tuple[tuple[tuple[Tensor, Tensor], ...], ...]:
+        """`[R][H]`: K `[K, D]` and V `[K, Dv]` of each head of each distinct row, views."""
+        lengths = [length for row in self.lengths for length in row]
+        pairs = iter(zip(self.keys.split(lengths), self.values.split(lengths), strict=True))
+        return tuple(tuple(next(pairs) for _ in row) for row in self.lengths)
 
 
 class RaggedStorage:
@@ -170,6 +188,19 @@ class RaggedStorage:
         self.block = block
         self.rows = rows
         self.tail = tail
+        self._members: list[tuple[int, Members]] | None = None
+
+    @property
+    def members(self) -> list[tuple[int, Members]]:
+        """Each distinct row that is in use, and the batch rows that read it: one pass over its block serves all."""
+        if self._members is None:
+            self._members = []
+            for row in self.rows.unique().tolist():
+                places = (self.rows == row).nonzero()[:, 0]
+                first, last = int(places[0]), int(places[-1])
+                together = last - first + 1 == len(places)
+                self._members.append((row, slice(first, last + 1) if together else places.to(self.keys.device)))
+        return self._members
 
     @classmethod
     @plain_tensors
@@ -185,19 +216,9 @@ class RaggedStorage:
             representatives: R batch rows, one for each distinct row.
         """
         prompt = keep.shape[2]
-        lengths = tuple(tuple(row) for row in keep.sum(2).tolist())
-        total = sum(map(sum, lengths))
-        keep = keep.to(dense.keys.device)
-        keys = dense.keys.new_empty(total, dense.keys.shape[3])
-        values = dense.values.new_empty(total, dense.values.shape[3])
-        start = 0
-        for distinct, batch_row in enumerate(representatives):  # a row at a time, for a low peak
-            stop = start + sum(lengths[distinct])
-            keys[start:stop] = dense.keys[batch_row, :, :prompt][keep[distinct]]
-            values[start:stop] = dense.values[batch_row, :, :prompt][keep[distinct]]
-            start = stop
+        block = RaggedBlock.gather(dense.keys[:, :, :prompt], dense.values[:, :, :prompt], keep, representatives)
         tail = DenseStorage(dense.keys[:, :, prompt:], dense.values[:, :, prompt:])
-        return cls(RaggedBlock(keys, values, lengths), rows, tail)
+        return cls(block, rows, tail)
 
     @property
     def length(self) -> int:
@@ -225,6 +246,7 @@ class RaggedStorage:
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows ``rows`` `[B']`; the block is not copied."""
         self.rows = self.rows[rows.to(self.rows.device)]
+        self._members = None
         self.tail.select(rows)
 
     def fork(self) -> RaggedStorage:

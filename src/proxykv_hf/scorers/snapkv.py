@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import scaled_logits
 from ..errors import InvalidInputError
+from ..logits import scaled_logits
 from .base import Observation, ScorerRun, ScoringRequest, WholeCache
 
 
@@ -85,7 +85,7 @@ def window_scores(
         query: `[Q, w, D]`, of the last w tokens.
         keys: `[H, n, D]`.
         kernel_size: Of the average pooling over tokens.
-        scaling: See `attention.scaled_logits`.
+        scaling: See `logits.scaled_logits`.
         softcap: The same.
     """
     heads, tokens, _ = keys.shape

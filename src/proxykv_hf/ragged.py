@@ -1,0 +1,183 @@
+"""Attention over a `RaggedStorage`: every head of every row has keys of its own number.
+
+The block needs no mask, and one pass over a head's keys serves all queries that read them: the query
+group, the new tokens, and the batch rows that are copies of one row. Two ways, the same numbers:
+
+- head by head, everywhere: block and tail in one softmax;
+- on CUDA in half precision one kernel over all heads at once, each a sequence of its own, whose output
+  is merged with the tail's by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .logits import scaled_logits
+from .storage import RaggedStorage
+
+#: Logits held at once, in elements.
+LOGITS_LIMIT = 1 << 23
+
+#: ``(query [S, 1, D], key [T, 1, D], value [T, 1, D], cu_q, cu_k, max_q, max_k, scale)`` to output
+#: `[S, 1, D]` and log-sum-exp of S elements.
+VarlenAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor]]
+
+
+def ragged_attention(
+    query: Tensor,
+    storage: RaggedStorage,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of the newest tokens over all that is stored.
+
+    Args:
+        query: `[B, Q, q, D]`, of the tail's last q columns.
+        storage: Its block is seen by every query, its tail as ``attention_mask`` says.
+        attention_mask: The tail's mask, see `tail_mask`.
+        scaling: See `scaled_logits`.
+        softcap: The same.
+
+    Returns: `[B, q, Q, Dv]`.
+    """
+    batch, _, queries, width = query.shape
+    heads, columns = storage.keys.shape[1:3]
+    scale = width**-0.5 if scaling is None else scaling
+    grouped = query.reshape(batch, heads, -1, width)  # [B, H, G*q, D]
+    tail = scaled_logits(grouped, storage.keys, scale, softcap)  # [B, H, G*q, T]
+    if attention_mask is not None or queries > 1:  # one query alone sees the whole tail
+        mask = tail_mask(attention_mask, batch, queries, columns, query.device)
+        tail.unflatten(2, (-1, queries)).masked_fill_(~mask[:, None, None], -math.inf)
+    if _suits_varlen(grouped, storage, softcap) and (varlen := varlen_attention()) is not None:
+        output = _all_heads(grouped, tail, storage, scale, varlen)
+    else:
+        most = max(max(storage.block.lengths[row]) for row, _ in storage.members)
+        step = max(1, LOGITS_LIMIT // (batch * (most + columns)))
+        parts = zip(grouped.split(step, dim=2), tail.split(step, dim=2), strict=True)
+        output = torch.cat([_head_by_head(*part, storage, scale, softcap) for part in parts], dim=2)
+    return output.view(batch, -1, queries, output.shape[-1]).transpose(1, 2).contiguous()
+
+
+def _head_by_head(grouped: Tensor, tail: Tensor, storage: RaggedStorage, scale: float, softcap: float | None) -> Tensor:
+    """Queries `[B, H, r, D]` and the tail's logits `[B, H, r, T]` to the output `[B, H, r, Dv]`."""
+    columns, dtype = tail.shape[-1], grouped.dtype
+    output = grouped.new_empty(*grouped.shape[:3], storage.values.shape[-1])
+    tail_weights = torch.empty_like(tail, dtype=dtype)
+    for row, members in storage.members:
+        for head, (keys, values) in enumerate(storage.block.heads[row]):
+            rows = grouped[members, head]  # [n, r, D], of n copies of the row
+            count, kept = rows.shape[:2], len(keys)
+            rows = rows.flatten(0, 1)
+            logits = tail.new_empty(len(rows), kept + columns)
+            if dtype == torch.float32 and softcap is None:  # in place: copying them would cost as much as the keys
+                block = logits[:, :kept]
+                torch.addmm(block, rows, keys.t(), beta=0, alpha=scale, out=block)
+            else:
+                logits[:, :kept] = scaled_logits(rows, keys, scale, softcap)
+            logits[:, kept:] = tail[members, head].flatten(0, 1)
+            weights = logits.softmax(-1).to(dtype)
+            output[members, head] = (weights[:, :kept] @ values).unflatten(0, count)
+            tail_weights[members, head] = weights[:, kept:].unflatten(0, count)
+    return output.add_(tail_weights @ storage.values)
+
+
+def _all_heads(grouped: Tensor, tail: Tensor, storage: RaggedStorage, scale: float, varlen: VarlenAttention) -> Tensor:
+    """As `_head_by_head`, in one kernel."""
+    batch, heads, rows, width = grouped.shape
+    block, device = storage.block, grouped.device
+    members: dict[int, slice | Tensor] = dict(storage.members)
+    # A distinct row's queries, head after head: those of all its copies together.
+    packed = torch.cat([grouped[members[row]].transpose(0, 1).reshape(-1, width) for row in members])  # [S, D]
+    copies = {row: len(grouped[members[row]]) for row in members}
+    sizes = [copies.get(row, 0) * rows for row in range(len(block.lengths)) for _ in range(heads)]
+    lengths = [length for row in block.lengths for length in row]
+    output, block_lse = varlen(
+        packed[:, None],
+        block.keys[:, None],
+        block.values[:, None],
+        torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device),
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
+        max(sizes),
+        max(lengths),
+        scale,
+    )
+    merged = grouped.new_empty(batch, heads, rows, output.shape[-1])
+    lse = tail.new_empty(batch, heads, rows)
+    shares = [copies[row] * heads * rows for row in members]
+    for row, out, sums in zip(members, output.flatten(1).split(shares), block_lse.flatten().split(shares), strict=True):
+        merged[members[row]] = out.view(heads, -1, rows, out.shape[-1]).transpose(0, 1)
+        lse[members[row]] = sums.view(heads, -1, rows).transpose(0, 1)
+    total = torch.logaddexp(lse, tail.logsumexp(-1))[..., None]
+    tail_weights = (tail - total).exp().to(grouped.dtype)
+    return merged * (lse[..., None] - total).exp().to(grouped.dtype) + tail_weights @ storage.values
+
+
+def _suits_varlen(grouped: Tensor, storage: RaggedStorage, softcap: float | None) -> bool:
+    """Whether the flash kernels take these tensors."""
+    width = grouped.shape[-1]
+    return (
+        grouped.is_cuda
+        and grouped.dtype in (torch.float16, torch.bfloat16)
+        and softcap is None
+        and storage.values.shape[-1] == width
+        and width % 8 == 0
+        and width <= 256
+    )
+
+
+def varlen_attention() -> VarlenAttention | None:
+    """The flash kernel over sequences of unlike lengths: flash-attn's where installed, else torch's, else None."""
+    try:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        pass
+    else:
+
+        def from_flash_attn(
+            query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float
+        ) -> tuple[Tensor, Tensor]:
+            output, lse, _ = flash_attn_varlen_func(
+                query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale=scale, return_attn_probs=True
+            )
+            return output, lse
+
+        return from_flash_attn
+    try:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    except ImportError:
+        return None
+
+    def from_torch(
+        query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        aux = AuxRequest(lse=True)
+        output, lse = varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, return_aux=aux, scale=scale)
+        return output, lse
+
+    return from_torch
+
+
+def tail_mask(attention_mask: Tensor | None, rows: int, queries: int, columns: int, device: torch.device) -> Tensor:
+    """Which columns of the tail each query sees, from any back end's mask.
+
+    Args:
+        attention_mask: None, `[B, T]`, or `[B, 1, q, T]` bool or additive.
+        rows: B.
+        queries: q, the last of the columns.
+        columns: T.
+
+    Returns: `[B, q, T]`, bool.
+    """
+    causal = torch.ones(queries, columns, dtype=torch.bool, device=device).tril(columns - queries)
+    causal = causal.expand(rows, -1, -1)
+    if attention_mask is None:
+        return causal
+    mask = attention_mask[..., -columns:]
+    mask = mask if mask.dtype == torch.bool else mask > -1 if mask.ndim == 4 else mask != 0
+    return causal & (mask[:, None] if mask.ndim == 2 else mask[:, 0])
