@@ -13,7 +13,7 @@ from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy, Unsupport
 from proxykv_hf._compat import call_forward
 from proxykv_hf.attention import Lease, _Attachment
 from proxykv_hf.ragged import ragged_attention, tail_mask
-from proxykv_hf.storage import DenseStorage, RaggedStorage
+from proxykv_hf.storage import RaggedStorage
 
 
 def plain_attention(query, key, value, see, scaling, softcap):
@@ -58,7 +58,7 @@ def test_ragged_attention_equals_the_plain_one(group, queries, tail, rows, way, 
     keep[0, 0] = False
     keep[0, 0, 7] = True  # one token only
     rows = torch.tensor(rows)
-    storage = RaggedStorage.from_dense(DenseStorage(keys, values), keep, torch.arange(3), [0, 1, 2])
+    storage = RaggedStorage.gather(keys, values, keep, torch.arange(3), [0, 1, 2])
     storage.select(rows)
     query = torch.randn(4, heads * group, queries, dim, generator=generator).to(dtype)
     padding = torch.ones(4, tail, dtype=torch.bool)

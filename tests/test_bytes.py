@@ -10,7 +10,7 @@ import torch
 from tiny import random_ids, random_scores, tiny_model
 from transformers import DynamicCache
 
-from proxykv_hf import FixedScorer, ProxyPrunedCache, RandomScorer, RetentionPolicy
+from proxykv_hf import CacheStateError, FixedScorer, ProxyPrunedCache, RandomScorer, RetentionPolicy
 from proxykv_hf._compat import call_forward
 
 TOKENS = 1000
@@ -56,8 +56,12 @@ def test_at_three_tenths_at_most_32_percent_is_held(allocation, dtype):
         report = cache.report()
         assert report.bytes_full == full
         assert abs(report.bytes_kept - reachable_bytes(cache)) < 100  # apart from a few integers
+        # The scores were there before the prefill: at the peak what is kept and one whole layer.
+        assert report.bytes_kept < report.bytes_peak <= report.bytes_kept + 1.01 * full / 4
+    with ProxyPrunedCache(model, RandomScorer(), bare(0.3, allocation)) as cache:
+        call_forward(model, input_ids=ids, cache=cache)  # where nothing tells that the prompt is over
         # At the peak the whole cache and one layer's kept part were there.
-        assert full < report.bytes_peak <= full * (1 + 0.35 / 4)
+        assert full < cache.report().bytes_peak <= full * (1 + 0.35 / 4)
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.1, 0.2, 0.3, 0.5])
@@ -117,3 +121,30 @@ def test_forks_share_until_they_write():
         assert sum(storages.values()) == cache.report().bytes_kept
         for fork in forks:
             fork.close()
+
+
+@pytest.mark.parametrize("held", ["whole", "uniform", "global"])
+def test_many_rows_of_a_fork_are_no_more_memory_than_one(held):
+    model = tiny_model(group=3)
+    ids, questions = random_ids(1, 200), random_ids(6, 4, seed=3)
+    with ProxyPrunedCache(model, RandomScorer(), bare(0.3, "uniform" if held == "uniform" else "global")) as cache:
+        cache.prefill(ids, prune=held != "whole")
+        before = cache.report().bytes_kept
+        with cache.fork(6) as many:
+            storages = {t.untyped_storage().data_ptr(): t.nbytes for c in (cache, many) for t in c.tensors()}
+            assert sum(storages.values()) == before
+            together = call_forward(model, input_ids=questions, cache=many).logits
+            more = call_forward(model, input_ids=questions[:, :1], cache=many).logits
+            assert many.report().bytes_kept < before + 6 * 21 * 3 * 2 * (8 + 8) * 4
+            with pytest.raises(CacheStateError, match="only the last 5 lie after"):
+                many.crop(-6)
+            if held == "whole":
+                with pytest.raises(CacheStateError, match="whose rows are not shared"):
+                    many.compress(torch.rand(1, 3, 2, 200), bare(0.3, "global"))
+        for row in range(6):
+            with cache.fork() as alone:
+                one = call_forward(model, input_ids=questions[row : row + 1], cache=alone).logits
+                torch.testing.assert_close(together[row : row + 1], one, atol=1e-4, rtol=1e-4)
+                one = call_forward(model, input_ids=questions[row : row + 1, :1], cache=alone).logits
+                torch.testing.assert_close(more[row : row + 1], one, atol=1e-4, rtol=1e-4)
+        assert cache.report().bytes_kept == before

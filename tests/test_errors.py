@@ -148,16 +148,16 @@ def test_attention_matrices_are_refused_where_heads_are_ragged():
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_an_error_while_pruning_never_leaves_a_half_pruned_cache(model, monkeypatch, allocation):
-    from proxykv_hf.layers import PrunedLayer
+    from proxykv_hf.pruning import Pruner
 
-    ids, pruned = random_ids(1, TOKENS), PrunedLayer.pruned
+    ids, prune = random_ids(1, TOKENS), Pruner.prune
 
-    def out_of_memory(self, *args):
-        if self.index == 1:
+    def out_of_memory(self, place, *args):
+        if place == 1:
             raise torch.OutOfMemoryError("none left")
-        return pruned(self, *args)
+        return prune(self, place, *args)
 
-    monkeypatch.setattr(PrunedLayer, "pruned", out_of_memory)
+    monkeypatch.setattr(Pruner, "prune", out_of_memory)
     with ProxyPrunedCache(model, RandomScorer(), policy(allocation=allocation)) as cache:
         with pytest.raises(torch.OutOfMemoryError):
             cache.prefill(ids)

@@ -50,11 +50,12 @@ def hidden_twin(model, ids, layers):
     return torch.cat([(part / part.pow(2).mean(-1, keepdim=True).add(1e-6).sqrt()).T for part in parts])
 
 
-@pytest.mark.parametrize("block", [256, 7])
+@pytest.mark.parametrize("block", [None, 7])
 @pytest.mark.parametrize("tokens", [1, 5, 17, 90])
 @pytest.mark.parametrize("group", [1, 3])
 def test_attention_features_equal_whole_matrices(tokens, group, block, monkeypatch):
-    monkeypatch.setattr(features, "QUERY_BLOCK", block)
+    if block:
+        monkeypatch.setattr(features, "IN_CACHE", block * group * tokens)
     model = tiny_model("qwen2", group)
     ids = random_ids(1, tokens, seed=tokens)
     ours = proxy_features(model.model, ids[0], FeatureRecipe(("attention",), 3))

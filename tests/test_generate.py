@@ -102,13 +102,13 @@ def test_chunked_prefill_prunes_once_and_as_one_shot_does(scorer, allocation):
 
 def count_prunes(cache):
     """A list that grows by the tokens seen at each prune."""
-    prunes, prune = [], cache._prune
+    prunes, prune = [], cache._prune_layers
 
     def counted(*args):
         prunes.append(cache.get_seq_length())
         return prune(*args)
 
-    cache._prune = counted
+    cache._prune_layers = counted
     return prunes
 
 

@@ -126,7 +126,7 @@ def test_the_proxy_runs_while_the_target_prefills(target, scorer, monkeypatch):
 
     monkeypatch.setattr(module, "proxy_features", slow)
     ids = random_ids(1, TOKENS)
-    with ProxyPrunedCache(target, scorer, POLICY) as cache:
+    with ProxyPrunedCache(target, scorer, POLICY, schedule="overlap") as cache:
         call_forward(target, input_ids=ids, cache=cache)  # over, and the proxy is still waiting
         assert in_lane.wait(30)
         assert not cache._prefill._runs["proxykv"].ready()

@@ -12,6 +12,7 @@ def report(**kwargs):
         "bytes_full": 64_000_000,
         "bytes_kept": 19_200_000,
         "bytes_peak": 70_500_000,
+        "bytes_peak_proxy": 0,
         "seconds": {"prefill": 1.234, "wait": 0.5},
         "devices": {"target": "cuda:0"},
         "fallback": None,
@@ -26,6 +27,7 @@ def test_a_report_for_people():
         "seconds  prefill 1.23, wait 0.50\n"
         "devices  target on cuda:0"
     )
+    assert ", peak 70.5 MB, the proxy's 3.0 MB\n" in str(report(bytes_peak_proxy=3_000_000))
     many = report(seen_tokens=[10] * 12, kept_tokens=[[[5, 5]]] * 12, bytes_kept=12, bytes_full=2_500, bytes_peak=3e9)
     assert "10, 10, 10, 10, 10, 10, 10, 10, … (12 rows) seen, 50.0 %" in str(many)
     assert "12 bytes of 2.5 kB, peak 3.00 GB" in str(many)

@@ -56,7 +56,7 @@ def test_forks_are_independent_and_share_until_written(ragged):
     if ragged:
         keep = torch.rand(2, 3, 40) < 0.4
         keep[..., 0] = True
-        storage = RaggedStorage.from_dense(storage, keep, torch.arange(2), [0, 1])
+        storage = RaggedStorage.gather(storage.keys, storage.values, keep, torch.arange(2), [0, 1])
     fork = storage.fork()
     shared = storage_bytes([*storage.tensors(), *fork.tensors()])
     assert shared == storage_bytes(list(storage.tensors()))
@@ -78,7 +78,7 @@ def test_gathering_keeps_marked_columns_in_order_and_all_later_ones():
         for head in range(3):
             keep[row, head, places[row][head]] = True
     rows = [1, 0, 1]
-    storage = DenseStorage(keys, values).gather(keep, torch.tensor(rows))
+    storage = DenseStorage.gather(keys, values, keep, torch.tensor(rows))
     for batch_row, row in enumerate(rows):
         for head in range(3):
             columns = [*places[row][head], 8, 9]
@@ -90,7 +90,7 @@ def test_ragged_storage_holds_each_head_exactly():
     keys, values = states(batch=3, tokens=12)
     keep = torch.rand(2, 3, 10, generator=torch.Generator().manual_seed(1)) < 0.4
     keep[:, :, 3] = True
-    storage = RaggedStorage.from_dense(DenseStorage(keys, values), keep, torch.tensor([0, 1, 1]), [0, 1])
+    storage = RaggedStorage.gather(keys, values, keep, torch.tensor([0, 1, 1]), [0, 1])
     for row in range(2):
         for head in range(3):
             columns = keep[row, head].nonzero()[:, 0]

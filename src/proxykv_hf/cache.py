@@ -11,6 +11,7 @@ prompt is scored and pruned, and later forwards append. When the prefill is over
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import time
@@ -37,9 +38,9 @@ from .errors import (
 from .geometry import ModelGeometry
 from .inputs import check_input, mask_as_held
 from .layers import PrunedLayer
-from .prefill import Prefill, Taps, checked_scores
+from .prefill import SCHEDULES, Prefill, Schedule, Taps, checked_scores
 from .prompt import Context, Prompt, left_pad, read_prompt
-from .pruning import is_ragged, keep_masks, prune_layers, warn_over_budget
+from .pruning import Pruner, is_ragged, keep_masks, warn_over_budget
 from .report import CacheReport
 from .retention import RetentionPolicy, pack_mask, policy_or_ratio, unpack_mask
 from .scorers.base import Scorer
@@ -68,6 +69,9 @@ class ProxyPrunedCache(DynamicCache):
             Tokens outside are kept and do not count in the budget's total.
         strict: Raise if scoring fails, instead of going on uncompressed with a `ProxyKVWarning`.
         timeout: Seconds to wait for scores once the prefill is over; after them scoring has failed.
+        schedule: When a scorer's proxy runs: ``"overlap"``, beside the target's prefill; ``"proxy_first"``,
+            before it, for the lowest peak memory; ``"sequential"``, after it, for measuring. By default
+            ``"proxy_first"`` if both would compute on the same CPU cores, else ``"overlap"``.
 
     Raises:
         UnsupportedModelError: The target has no KV cache that can be pruned.
@@ -89,6 +93,7 @@ class ProxyPrunedCache(DynamicCache):
         context: Context | None = None,
         strict: bool = False,
         timeout: float | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         if not isinstance(policy, RetentionPolicy):
             raise InvalidPolicyError(
@@ -96,6 +101,8 @@ class ProxyPrunedCache(DynamicCache):
             )
         if scorer is not None and (isinstance(scorer, type) or not isinstance(scorer, Scorer)):
             raise TypeError(f"expected a scorer such as KVzipScorer(tokenizer), got {scorer!r}")
+        if schedule is not None and schedule not in SCHEDULES:
+            raise InvalidInputError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
         self.geometry = ModelGeometry.from_config(target.config)
         self.target = target
         self.scorer = scorer
@@ -103,6 +110,7 @@ class ProxyPrunedCache(DynamicCache):
         self.tokenizer = tokenizer
         self.strict = strict
         self.timeout = timeout
+        self.schedule = schedule
         self.context = context
         self._phase = _Phase.CLOSED
         self._open()
@@ -126,15 +134,20 @@ class ProxyPrunedCache(DynamicCache):
         self.layers = self._new_layers()
         self._phase = _Phase.EMPTY
         self._in_forward = False
+        self._forward_started = 0.0
         self._recording = False
         self._expected: int | None = None
         self._prefill = self._new_prefill(self.context)
         self._prompt: Prompt | None = None
         self._rows = torch.empty(0, dtype=torch.long)
+        self._may_prune_ahead = False
+        self._scores: dict[str, Tensor] | None = None  # of a prefill that has been scored
+        self._pruner: Pruner | None = None  # from then until all layers are pruned
+        self._over_budget = 0
         self._kept: Tensor | None = None  # [R, L_full, H, ceil(P / 8)], packed bits
         self._seconds: dict[str, float] = {}
         self._devices = {"target": str(self.target.device)}
-        self._bytes_peak = 0
+        self._bytes_peak = self._bytes_peak_proxy = 0
         self._fallback: str | None = None
 
     def _new_prefill(
@@ -150,6 +163,7 @@ class ProxyPrunedCache(DynamicCache):
             context=context,
             strict=strict or self.strict,
             timeout=self.timeout,
+            schedule=self.schedule,
             taps=self._taps,
         )
 
@@ -196,6 +210,7 @@ class ProxyPrunedCache(DynamicCache):
             mask = attention_mask.to(self.target.device)
             inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         self._prefill = self._new_prefill(context, scorers, strict=not prune)
+        self._expected = input_ids.shape[1] if prune else None
         try:
             call_forward(self.target, cache=self, use_cache=True, logits_to_keep=1, **inputs)
             return self._settle(prune)
@@ -223,22 +238,33 @@ class ProxyPrunedCache(DynamicCache):
             ScoringError: Scores of a wrong shape, or with NaN.
         """
         self._settle()
-        if self._prompt is None or self._kept is not None:
-            raise CacheStateError("expected a whole cache: make one with prefill(..., prune=False)")
+        if self._prompt is None or self._kept is not None or self._is_ragged():
+            raise CacheStateError(
+                "expected a whole cache, whose rows are not shared: make one with prefill(..., prune=False), and "
+                "fork(n) what compress() returns"
+            )
         started = time.perf_counter()
         twin = self._twin(policy)
-        over_budget = twin._prune(checked_scores(scores, self.geometry, self._prompt), policy)
+        twin._decide(checked_scores(scores, self.geometry, self._prompt), policy)
+        twin._prune_layers()
         twin._seconds["prune"] = time.perf_counter() - started
-        warn_over_budget(over_budget)
+        warn_over_budget(twin._over_budget)
         return twin
 
     def fork(self, n: int = 1) -> ProxyPrunedCache:
-        """An independent copy that shares what was kept; with ``n``, each row n times over."""
+        """An independent copy that shares what it holds until it is written.
+
+        With ``n``, each row n times over: the copies share memory for good, one pass over it serves all of
+        them, and what they share cannot be cropped or compressed.
+        """
         if n < 1:
             raise InvalidInputError(f"expected at least one row a row, got fork({n})")
         self._settle()
         twin = self._twin(self.policy)
         if n > 1:
+            if self._prompt is not None and not self._prompt.padded:
+                for layer in twin._full_layers():
+                    layer.share_rows()
             twin.batch_repeat_interleave(n)
         return twin
 
@@ -272,6 +298,7 @@ class ProxyPrunedCache(DynamicCache):
             bytes_full=self._bytes_full(),
             bytes_kept=storage_bytes(list(self.tensors())),
             bytes_peak=self._bytes_peak,
+            bytes_peak_proxy=self._bytes_peak_proxy,
             seconds=dict(self._seconds),
             devices=dict(self._devices),
             fallback=self._fallback,
@@ -289,6 +316,7 @@ class ProxyPrunedCache(DynamicCache):
         context: Context | None = None,
         strict: bool = False,
         timeout: float | None = None,
+        schedule: Schedule | None = None,
         **options: Any,
     ) -> ProxyPrunedCache:
         """A cache whose scorer is a small model, through a trained mapper.
@@ -302,6 +330,7 @@ class ProxyPrunedCache(DynamicCache):
             context: As in the constructor.
             strict: The same.
             timeout: The same.
+            schedule: The same.
             options: ``proxy``, ``revision``, ``device``, ``dtype``, ``threads``, see
                 `pretrained.load_proxy_scorer`.
 
@@ -313,7 +342,16 @@ class ProxyPrunedCache(DynamicCache):
 
         policy = policy_or_ratio(policy, retention_ratio)
         scorer = load_proxy_scorer(mapper, target=target, **options)
-        return cls(target, scorer, policy, tokenizer=tokenizer, context=context, strict=strict, timeout=timeout)
+        return cls(
+            target,
+            scorer,
+            policy,
+            tokenizer=tokenizer,
+            context=context,
+            strict=strict,
+            timeout=timeout,
+            schedule=schedule,
+        )
 
     def save(self, folder: str | Path) -> None:
         """Write the cache to ``folder``, from where `load` reads it."""
@@ -385,7 +423,27 @@ class ProxyPrunedCache(DynamicCache):
                     f"expected {self.geometry.num_key_value_heads} KV heads as the config says, got {heads} in "
                     f"layer {layer_idx}"
                 )
-        return self.layers[layer_idx].update(key_states.detach(), value_states.detach(), *args, **kwargs)
+        key_states, value_states = key_states.detach(), value_states.detach()
+        if self._may_prune_ahead:
+            if self._scores is None and self._prefill.ready():
+                self._score_ahead()
+            if self._pruner is not None:
+                return self._update_pruned(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def _update_pruned(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As `update`, of a prompt whose scores are known: only what is kept is stored, attention gets all."""
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, PrunedLayer):
+            whole = layer.update(key_states, value_states, *args, **kwargs)
+            layer.keys, layer.values = own(layer.keys), own(layer.values)  # a view would hold the whole prompt
+            return whole
+        with self._pruning():
+            self._prune_layer(layer, key_states, value_states, key_states.nbytes + value_states.nbytes)
+        attention.hand_over(key_states, value_states, layer)  # which holds nothing, and lets the back end attend
+        return key_states, value_states
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Called as a forward with this cache begins.
@@ -415,12 +473,17 @@ class ProxyPrunedCache(DynamicCache):
                     "this cache was given no scorer and cannot prefill: ProxyPrunedCache(target, scorer, policy), "
                     "load(..., scorer=...) or prefill(..., prune=False, scorers={name: scorer})"
                 )
+            self._rows = torch.arange(batch)
+            is_whole = tokens == self._expected
             try:
-                self._prefill.begin(call, (batch, tokens), self._drafts(call, tokens), self._full_layers())
+                drafts = self._drafts(call, tokens)
+                self._prefill.begin(call, (batch, tokens), drafts, self._full_layers(), is_whole)
+                self._may_prune_ahead = is_whole and self._prefill.scores_ahead
+                if self._may_prune_ahead and self._prefill.ready():
+                    self._score_ahead()
             except BaseException:
                 self._start_empty()
                 raise
-            self._rows = torch.arange(batch)
             self._phase = _Phase.PREFILL
         mask = None if self._prompt is None else mask_as_held(call.get("attention_mask"), self._prompt, self._rows)
         self._in_forward = True
@@ -570,46 +633,81 @@ class ProxyPrunedCache(DynamicCache):
             raise
 
     def _finish_prefill(self, prune: bool) -> dict[str, Tensor]:
+        if self._scores is None:
+            self._score(self.get_seq_length())
+        scores = self._scores or {}
+        with self._pruning():
+            if prune and scores:
+                try:
+                    if self._kept is None:
+                        self._decide(next(iter(scores.values())), self.policy)
+                    self._prune_layers()
+                except BaseException:  # out of memory, say: some layers are pruned and some are not
+                    self._spoil()
+                    raise
+            for layer in self.layers:
+                if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would hold the whole prompt
+                    layer.keys, layer.values = own(layer.keys), own(layer.values)
+        self._phase = _Phase.READY
+        self._scores, self._may_prune_ahead = None, False
+        self._prefill = self._new_prefill(self.context)  # lets go of the prompt
+        warn_over_budget(self._over_budget)
+        return scores
+
+    def _score_ahead(self) -> None:
+        """Score while the target prefills; layers that are filled already are pruned at once."""
+        assert self._expected is not None
+        with self._pruning():
+            self._score(self._expected)
+            if self._scores:
+                self._decide(next(iter(self._scores.values())), self.policy)
+                self._prune_layers()
+
+    def _score(self, seen: int) -> None:
+        """Have the prompt of ``seen`` tokens scored, after which ``_scores`` is a dict, empty if that failed."""
         prefill = self._prefill
-        prompt, self._rows = prefill.read(self.get_seq_length())
+        prompt, self._rows = prefill.read(seen)
         self._prompt = prompt.without_ids()
-        scores = prefill.finish(prompt, self._rows, self.layers)
+        self._scores = prefill.finish(prompt, self._rows, self.layers)
         self._fallback = prefill.fallback
         self._seconds |= prefill.seconds
         self._devices |= prefill.devices
-        started, over_budget = time.perf_counter(), 0
-        if prune and scores:
-            try:
-                over_budget = self._prune(next(iter(scores.values())), self.policy)
-            except BaseException:  # out of memory, say: some layers are pruned and some are not
-                self._spoil()
-                raise
-        for layer in self.layers:
-            if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would hold the whole prompt
-                layer.keys, layer.values = own(layer.keys), own(layer.values)
-        self._seconds["prune"] = time.perf_counter() - started
-        self._phase = _Phase.READY
-        self._prefill = self._new_prefill(self.context)  # lets go of the prompt
-        warn_over_budget(over_budget)
-        return scores
+        self._bytes_peak_proxy = prefill.bytes_peak_proxy
 
-    def _prune(self, scores: Tensor, policy: RetentionPolicy) -> int:
-        """Shrink the layers, one after another, to what ``policy`` keeps; the pairs kept beyond the budget."""
+    def _decide(self, scores: Tensor, policy: RetentionPolicy) -> None:
+        """From scores `[R, L, H, P]` to what is kept."""
         assert self._prompt is not None
-        keep, over_budget = keep_masks(scores[:, list(self.geometry.full_layers)], self._prompt, policy)
-        if keep.all():
-            self._kept = pack_mask(keep).cpu()
-            return over_budget
-        self._note_peak()
-        held = storage_bytes(list(self.tensors()))
-        ragged = is_ragged(keep, self._prompt)
-        for index, layer in prune_layers(self._full_layers(), keep, self._rows, ragged):
-            added = storage_bytes(layer.tensors())
-            self._bytes_peak = max(self._bytes_peak, held + added)
-            held += added - storage_bytes(self.layers[index].tensors())
-            self.layers[index] = layer
+        keep, self._over_budget = keep_masks(scores[:, list(self.geometry.full_layers)], self._prompt, policy)
         self._kept = pack_mask(keep).cpu()
-        return over_budget
+        if not keep.all():
+            self._pruner = Pruner(keep, self._rows, is_ragged(keep, self._prompt))
+
+    def _prune_layers(self) -> None:
+        """Shrink the layers that are whole, one after another."""
+        if self._pruner is None:
+            return
+        for layer in list(self._full_layers()):
+            if layer.storage is not None and not layer.offset:
+                self._prune_layer(layer, layer.storage.keys, layer.storage.values)
+        if all(layer.is_initialized for layer in self.layers):
+            self._pruner = None
+
+    def _prune_layer(self, layer: PrunedLayer, keys: Tensor, values: Tensor, fresh: int = 0) -> None:
+        """Put what is kept of `[B, H, N, D]` and `[B, H, N, Dv]`, ``fresh`` bytes beside the cache, in its place."""
+        assert self._pruner is not None
+        place = self.geometry.full_layers.index(layer.index)
+        pruned = self._pruner.prune(place, layer.index, keys, values)
+        self._note_peak(fresh + storage_bytes(pruned.tensors()))
+        self.layers[layer.index] = pruned
+
+    @contextlib.contextmanager
+    def _pruning(self) -> Iterator[None]:
+        """Time spent inside is the prune's, and not the forward's around it."""
+        started = time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - started
+        self._seconds["prune"] = self._seconds.get("prune", 0.0) + elapsed
+        self._forward_started += elapsed
 
     def _kept_mask(self) -> Tensor:
         """`[R, L_full, H, P]`, bool."""
@@ -652,7 +750,9 @@ class ProxyPrunedCache(DynamicCache):
             context=self.context,
             strict=self.strict,
             timeout=self.timeout,
+            schedule=self.schedule,
         )
+        twin._bytes_peak_proxy = self._bytes_peak_proxy
         twin._restore(
             layers=[layer.fork() if isinstance(layer, PrunedLayer) else copy.copy(layer) for layer in self.layers],
             prompt=self._prompt,
@@ -693,9 +793,9 @@ class ProxyPrunedCache(DynamicCache):
             self._phase = phase
             self._finalizer()
 
-    def _note_peak(self) -> None:
-        """Called before memory shrinks, and for a report; between, it only grows."""
-        self._bytes_peak = max(self._bytes_peak, storage_bytes(list(self.tensors())))
+    def _note_peak(self, besides: int = 0) -> None:
+        """Called before memory shrinks, and for a report; between, it only grows. ``besides`` is held beside it."""
+        self._bytes_peak = max(self._bytes_peak, storage_bytes(list(self.tensors())) + besides)
 
     def _bytes_full(self) -> int:
         total = 0

@@ -11,11 +11,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import Lease
 from .errors import CacheStateError, InvalidInputError, ScoringError
-from .layers import PrunedLayer
 from .prompt import Context, read_prompt
-from .pruning import is_ragged, keep_masks, prune_layers, warn_over_budget
+from .pruning import Pruner, is_ragged, keep_masks, warn_over_budget
 from .retention import RetentionPolicy
-from .storage import DenseStorage, own
+from .storage import own
 
 
 @torch.no_grad()
@@ -72,9 +71,10 @@ def prune_dynamic_cache(
     if keep.all():
         return
     lease = Lease(target) if ragged and target is not None else None
-    whole = (PrunedLayer(i, DenseStorage(layers[i].keys, layers[i].values)) for i in places)
+    pruner = Pruner(keep, rows, ragged)
     # All are made before one is put in: an error on the way must not leave a cache of two lengths.
-    for index, pruned in list(prune_layers(whole, keep, rows, ragged)):
+    smaller = [pruner.prune(place, i, layers[i].keys, layers[i].values) for place, i in enumerate(places)]
+    for index, pruned in zip(places, smaller, strict=True):
         pruned.lease = lease
         layers[index] = pruned
     for index in set(range(len(layers))) - set(places):  # a sliding layer's view would hold the whole prompt

@@ -39,8 +39,8 @@ NEIGHBOURHOOD = 16
 WINDOW = 64
 #: The least logarithm of a weight that is told apart, about 1e-7.
 LOG_FLOOR = -16.0
-#: Queries whose weights are held at once.
-QUERY_BLOCK = 256
+#: Attention weights held at once, in elements: what fits in a CPU core's cache, and what fills a GPU.
+IN_CACHE, ON_GPU = 1 << 18, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,19 @@ class FeatureRecipe:
         object.__setattr__(self, "sources", tuple(source for source in SOURCES if source in self.sources))
         object.__setattr__(self, "hidden_layers", tuple(sorted(self.hidden_layers)))
 
-    def channels(self, config: PreTrainedConfig) -> int:
-        """C for a proxy of this config."""
+    def sizes(self, config: PreTrainedConfig) -> dict[str, int]:
+        """Channels of each source for a proxy of this config."""
         geometry = ModelGeometry.from_config(config)
         sizes = {
             "attention": 3 * self.proxy_layers * geometry.num_attention_heads,
             "hidden": len(self.hidden_layers) * config.get_text_config(decoder=True).hidden_size,
             "reconstruction": self.proxy_layers * geometry.num_key_value_heads,
         }
-        return sum(sizes[source] for source in self.sources)
+        return {source: sizes[source] for source in self.sources}
+
+    def channels(self, config: PreTrainedConfig) -> int:
+        """C for a proxy of this config."""
+        return sum(self.sizes(config).values())
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; ``FeatureRecipe(**d)`` reads it back."""
@@ -102,6 +106,7 @@ def proxy_features(
     context: tuple[int, int] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     cancelled: Callable[[], bool] = lambda: False,
+    holds: Callable[[int], None] = lambda count: None,
 ) -> Tensor:
     """Features of one row.
 
@@ -112,6 +117,7 @@ def proxy_features(
         context: ``(start, stop)``, what ``reconstruction`` repeats; all by default.
         tokenizer: The proxy's, for ``reconstruction``.
         cancelled: Asked after each layer.
+        holds: Told after each layer how many bytes features, K and V take.
 
     Returns: `[C, n]`, float32, on the proxy's device.
 
@@ -121,8 +127,9 @@ def proxy_features(
     """
     if "reconstruction" in recipe.sources and tokenizer is None:
         raise InvalidInputError("the source 'reconstruction' asks the proxy to repeat: give its tokenizer")
-    found: dict[str, list[Tensor]] = {source: [] for source in recipe.sources}
     own_thread = threading.get_ident()
+    features = torch.empty(recipe.channels(proxy.config), len(input_ids), device=proxy.device)
+    room = dict(zip(recipe.sources, features.split(list(recipe.sizes(proxy.config).values())), strict=True))
 
     def after(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -132,13 +139,17 @@ def proxy_features(
                 raise Cancelled
             if layer in recipe.hidden_layers:
                 hidden = (output[0] if isinstance(output, tuple) else output)[0].float()  # [n, hidden]
-                found["hidden"].append((hidden * hidden.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()).T)
+                place = room["hidden"].unflatten(0, (len(recipe.hidden_layers), -1))[recipe.hidden_layers.index(layer)]
+                torch.mul(hidden.T, hidden.pow(2).mean(-1).add(1e-6).rsqrt(), out=place)
+            held = layers[:layer] if keeps else layers[layer - 1 : layer]
+            holds(features.nbytes + sum(entry.bytes for entry in held))
 
         return hook
 
     ids = input_ids.to(proxy.device)[None]
-    reads, keeps = "attention" in recipe.sources, "reconstruction" in recipe.sources
-    layers: list[Any] = [_FeatureLayer(reads, keeps) for _ in range(recipe.proxy_layers)]
+    keeps = "reconstruction" in recipe.sources
+    places = room["attention"].chunk(recipe.proxy_layers) if "attention" in room else [None] * recipe.proxy_layers
+    layers: list[Any] = [_FeatureLayer(place, keeps) for place in places]
     handles = [layer.register_forward_hook(after(index + 1)) for index, layer in enumerate(decoder_layers(proxy))]
     try:
         with attention.Lease(proxy):
@@ -146,13 +157,11 @@ def proxy_features(
     finally:
         for handle in handles:
             handle.remove()
-    if "attention" in found:
-        found["attention"] = [layer.features for layer in layers]
-    if tokenizer is not None and "reconstruction" in found:
+    if tokenizer is not None and "reconstruction" in room:
         span = (0, len(input_ids)) if context is None else context
         scores = reconstruction_scores(proxy, [layer.states for layer in layers], input_ids, span, tokenizer)
-        found["reconstruction"] = [log_scale(scores.flatten(0, 1))]
-    return torch.cat([part for source in recipe.sources for part in found[source]])
+        room["reconstruction"].copy_(log_scale(scores.flatten(0, 1)))
+    return features
 
 
 def decoder_layers(proxy: PreTrainedModel) -> nn.ModuleList:
@@ -163,17 +172,24 @@ def decoder_layers(proxy: PreTrainedModel) -> nn.ModuleList:
 
 
 class _FeatureLayer(DynamicLayer):
-    """A layer of the proxy's cache: reads the attention if asked to, and keeps K and V only if asked to."""
+    """A layer of the proxy's cache: reads the attention if asked to, and keeps K and V only if asked to.
+
+    Args:
+        place: `[3 * Q, n]`, where the attention's features go, or None.
+        keeps_states: Whether K and V are wanted later.
+    """
 
     is_initialized = True
 
-    def __init__(self, reads_attention: bool, keeps_states: bool) -> None:
-        self.reads_attention, self.keeps_states = reads_attention, keeps_states
-        self.features: Tensor | None = None  # [3 * Q, n]
+    def __init__(self, place: Tensor | None, keeps_states: bool) -> None:
+        self.place, self.keeps_states = place, keeps_states
         self.states: tuple[Tensor, Tensor] | None = None
+        self.bytes = 0
+        """Of the layer's K and V."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.reads_attention:
+        self.bytes = key_states.nbytes + value_states.nbytes
+        if self.place is not None:
             attention.hand_over(key_states, value_states, self)
         if self.keeps_states:
             self.states = (key_states, value_states)
@@ -195,37 +211,56 @@ class _FeatureLayer(DynamicLayer):
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> attention.AttentionOutput:
-        self.features = received_attention(query[0], key[0], kwargs.get("scaling"), kwargs.get("softcap"))
-        return backend(module, query, key, value, attention_mask, **kwargs)
+        assert self.place is not None
+        features, output = received_attention(query[0], key[0], value[0], kwargs.get("scaling"), kwargs.get("softcap"))
+        self.place.copy_(features)
+        return output.transpose(0, 1)[None].contiguous(), None
 
 
-def received_attention(query: Tensor, key: Tensor, scaling: float | None, softcap: float | None) -> Tensor:
-    """What each token receives from later ones outside its neighbourhood, `[3 * Q, n]`, log scale.
+def received_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """What each token receives from later ones outside its neighbourhood, and causal attention's own output.
 
-    Per query head the largest weight, the mean weight, and the mean from the last ``WINDOW`` queries.
+    Per query head the largest weight, the mean weight, and the mean from the last ``WINDOW`` queries, from
+    the same weights that make the output: attention is computed once.
 
     Args:
         query: `[Q, n, D]`.
         key: `[H, n, D]`.
+        value: `[H, n, Dv]`.
         scaling: See `logits.scaled_logits`.
         softcap: The same.
+
+    Returns: features `[3 * Q, n]`, float32, log scale; and the output `[Q, n, Dv]`.
     """
     heads, tokens, _ = key.shape
     grouped = query.unflatten(0, (heads, -1))  # [H, G, n, D]
-    shape = (heads, grouped.shape[1], tokens)
-    largest, total, last = (query.new_zeros(shape, dtype=torch.float32) for _ in range(3))
+    group = grouped.shape[1]
+    largest, total, last = (query.new_zeros((heads, group, tokens), dtype=torch.float32) for _ in range(3))
+    output = query.new_empty(heads, group, tokens, value.shape[2])
+    step = max(1, (ON_GPU if query.is_cuda else IN_CACHE) // (group * tokens))
     places = torch.arange(tokens, device=query.device)
-    for block in places.split(QUERY_BLOCK):
-        visible = int(block[-1]) + 1
-        logits = scaled_logits(grouped[:, :, block], key[:, None, :visible], scaling, softcap)
-        logits.masked_fill_(places[:visible] > block[:, None], -math.inf)
-        weights = logits.softmax(-1).masked_fill_(places[:visible] > block[:, None] - NEIGHBOURHOOD, 0.0)
-        largest[..., :visible] = torch.maximum(largest[..., :visible], weights.amax(2))
-        total[..., :visible] += weights.sum(2)
-        if visible > tokens - WINDOW:
-            last[..., :visible] += weights[:, :, block >= tokens - WINDOW].sum(2)
+    for head in range(heads):
+        for start in range(0, tokens, step):
+            stop = min(start + step, tokens)
+            rows = grouped[head, :, start:stop]  # [G, m, D]
+            logits = scaled_logits(rows.flatten(0, 1), key[head, :stop], scaling, softcap).unflatten(0, (group, -1))
+            own = places[start:stop, None]
+            logits[:, :, start:].masked_fill_(places[start:stop] > own, -math.inf)
+            weights = logits.softmax(-1)  # [G, m, stop]
+            output[head, :, start:stop] = (weights.flatten(0, 1).to(value.dtype) @ value[head, :stop]).unflatten(
+                0, (group, -1)
+            )
+            near = max(0, start - NEIGHBOURHOOD + 1)
+            weights[:, :, near:].masked_fill_(places[near:stop] > own - NEIGHBOURHOOD, 0.0)
+            torch.maximum(largest[head, :, :stop], weights.amax(1), out=largest[head, :, :stop])
+            total[head, :, :stop] += weights.sum(1)
+            if stop > tokens - WINDOW:
+                last[head, :, :stop] += weights[:, max(0, tokens - WINDOW - start) :].sum(1)
     later = (tokens - NEIGHBOURHOOD - places).clamp(min=1)
-    return log_scale(torch.stack([largest, total / later, last / min(WINDOW, tokens)]).flatten(0, 2))
+    features = log_scale(torch.stack([largest, total / later, last / min(WINDOW, tokens)]).flatten(0, 2))
+    return features, output.flatten(0, 1)
 
 
 def log_scale(weights: Tensor) -> Tensor:

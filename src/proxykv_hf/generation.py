@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ._compat import CACHE_KEYWORDS, cache_keyword
 from .cache import ProxyPrunedCache
 from .errors import InvalidInputError
+from .prefill import Schedule
 from .pretrained import load_proxy_scorer
 from .prompt import Context
 from .retention import RetentionPolicy, policy_or_ratio
@@ -34,6 +35,7 @@ class ProxyKVConfig:
         context: What may be evicted, see `ProxyPrunedCache`.
         strict: Raise if scoring fails.
         timeout: Seconds to wait for scores.
+        schedule: When the proxy runs, see `ProxyPrunedCache`.
         options: For `load_proxy_scorer`: ``proxy``, ``revision``, ``device``, ``dtype``, ``threads``.
 
     Raises:
@@ -49,6 +51,7 @@ class ProxyKVConfig:
     context: Context | None = None
     strict: bool = False
     timeout: float | None = None
+    schedule: Schedule | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,6 +76,7 @@ class ProxyKVConfig:
             context=self.context,
             strict=self.strict,
             timeout=self.timeout,
+            schedule=self.schedule,
         )
 
 

@@ -49,8 +49,12 @@ class Job(Generic[T]):
             torch.set_num_threads(threads)
 
     def ready(self) -> bool:
-        """Whether `result` would return, or raise, without waiting for the thread."""
-        return not self._thread.is_alive()
+        """Whether the work is done, and went well: `result` would return without waiting for the thread."""
+        return not self._thread.is_alive() and self._error is None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when `ready`, or after ``timeout`` seconds."""
+        self._thread.join(timeout)
 
     def result(self, timeout: float | None = None) -> T:
         """What the work returned, for the caller's stream to use.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,8 +103,8 @@ class PrunedLayer(DynamicLayer):
         **kwargs: Any,
     ) -> AttentionOutput:
         """See `attention.AttendingLayer`."""
+        check_arguments(attention_mask, kwargs)
         if self.watch is not None:
-            check_arguments(attention_mask, kwargs)
             self.watch(
                 Observation(
                     layer=self.index,
@@ -121,22 +121,12 @@ class PrunedLayer(DynamicLayer):
             return output, None
         return backend(module, query, key, value, attention_mask, **kwargs)
 
-    def pruned(self, keep: Tensor, rows: Tensor, representatives: Sequence[int], ragged: bool) -> PrunedLayer:
-        """A new layer of what is kept; this one stays whole.
-
-        Args:
-            keep: `[R, H, P]`, bool, over the prompt's columns; later columns are all kept.
-            rows: `[B]`, each batch row's distinct row.
-            representatives: `[R]`, a batch row for each distinct one.
-            ragged: Whether heads or rows keep different numbers.
-        """
-        assert isinstance(self.storage, DenseStorage)
-        prompt = keep.shape[2]
-        if ragged:
-            ragged_storage = RaggedStorage.from_dense(self.storage, keep, rows, representatives)
-            return PrunedLayer(self.index, ragged_storage, offset=prompt)
-        kept = int(keep[0, 0].sum())
-        return PrunedLayer(self.index, self.storage.gather(keep, rows), offset=prompt - kept, fixed=kept)
+    def share_rows(self) -> None:
+        """Become a layer whose rows' copies cost nothing; all that it holds is fixed from now on."""
+        if isinstance(self.storage, DenseStorage):
+            self.offset += self.storage.length
+            self.fixed = 0
+            self.storage = RaggedStorage.share(self.storage)
 
     def fork(self) -> PrunedLayer:
         """An independent layer that shares memory until written."""

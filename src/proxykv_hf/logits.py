@@ -22,4 +22,4 @@ def scaled_logits(query: Tensor, key: Tensor, scaling: float | None, softcap: fl
         logits = torch.matmul(query * scale, key.transpose(-1, -2))
     else:  # where scaling first would round
         logits = torch.matmul(query, key.transpose(-1, -2)).float().mul_(scale)
-    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+    return logits if softcap is None else (logits / softcap).tanh() * softcap

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,9 +17,14 @@ from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, ScoringErro
 from .geometry import ModelGeometry
 from .layers import PrunedLayer
 from .prompt import Context, Prompt, check_left_padded, read_prompt
-from .scorers.base import Observation, Scorer, ScorerRun, ScoringRequest
+from .scorers.base import Observation, OnLane, Scorer, ScorerRun, ScoringRequest
 
 Taps = list[torch.utils.hooks.RemovableHandle]
+
+#: When a scorer on a lane runs: beside the target's prefill; before it, for the lowest peak memory, since
+#: then each layer is pruned as it is filled; or after it, for measuring.
+Schedule = Literal["overlap", "proxy_first", "sequential"]
+SCHEDULES = get_args(Schedule)
 
 #: Arguments of a forward by which its rows are told apart, and kinds of values that concern all rows alike.
 ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache")
@@ -37,6 +42,7 @@ class Prefill:
         context: What may be evicted.
         strict: Raise if scoring fails, instead of warning and going on without scores.
         timeout: Seconds to wait for scores.
+        schedule: When the scorers run, see ``SCHEDULES``; None for what suits them.
         taps: Hooks on the model while it is observed; the caller owns the list and removes what is
             left in it should this object be dropped.
     """
@@ -51,16 +57,19 @@ class Prefill:
         context: Context | None,
         strict: bool,
         timeout: float | None,
+        schedule: Schedule | None,
         taps: Taps,
     ) -> None:
         self.target, self.geometry, self.scorers = target, geometry, scorers
         self.tokenizer, self.context, self.strict = tokenizer, context, strict
         self.timeout, self.taps = timeout, taps
+        self.schedule = schedule or self._suitable_schedule()
         self.batch = 0
         self.cropped = False
         """Whether tokens were taken back: then the next forward is no chunk of the prompt."""
         self.seconds: dict[str, float] = {}
         self.devices: dict[str, str] = {}
+        self.bytes_peak_proxy = 0
         self.fallback: str | None = None
         """Why there are no scores, or None."""
         self._runs: dict[str, ScorerRun] = {}
@@ -71,7 +80,12 @@ class Prefill:
         self._drafts = 0
 
     def begin(
-        self, call: Mapping[str, Any], shape: tuple[int, int], drafts: int, layers: Iterable[PrunedLayer]
+        self,
+        call: Mapping[str, Any],
+        shape: tuple[int, int],
+        drafts: int,
+        layers: Iterable[PrunedLayer],
+        is_whole: bool,
     ) -> None:
         """The first chunk is about to go through the target.
 
@@ -80,13 +94,14 @@ class Prefill:
             shape: ``(B, q)``.
             drafts: Tokens at the end that are not the prompt's, in assisted decoding.
             layers: The cache's, to be watched.
+            is_whole: Whether the chunk is known to be the whole prompt.
 
         Raises:
             ValueError: What a scorer refuses, before any work.
         """
         self._drafts = drafts
         self._note(call, shape)
-        request = self._first_request((shape[0], shape[1] - drafts))
+        request = self._first_request((shape[0], shape[1] - drafts), is_whole)
         for name, scorer in self.scorers.items():
             try:
                 self._runs[name] = scorer.begin(request)
@@ -106,6 +121,26 @@ class Prefill:
             layer.watch = watch
         if observers:
             self.taps.extend(attention.tap_hidden(self.target))
+        if self.schedule == "proxy_first":
+            started = time.perf_counter()
+            for run in self._runs.values():
+                run.wait()
+            self._note_wait(time.perf_counter() - started)
+
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether the scores, of one scorer, may be there before the prefill is over."""
+        return len(self.scorers) == 1 and len(self._runs) == 1 and not next(iter(self._runs.values())).needs_cache
+
+    def ready(self) -> bool:
+        """Whether `finish` would return without waiting. Never blocks."""
+        return all(run.ready() for run in self._runs.values())
+
+    def _suitable_schedule(self) -> Schedule:
+        """Lanes that would take each other's cores run one after another: together they take far longer."""
+        lanes = [scorer.lane for scorer in self.scorers.values() if isinstance(scorer, OnLane)]
+        shared = any(lane.threads is None and lane.device.type == "cpu" for lane in lanes)
+        return "proxy_first" if shared and self.target.device.type == "cpu" else "overlap"
 
     def extend(self, call: Mapping[str, Any], shape: tuple[int, int]) -> None:
         """The next chunk follows: who does not observe begins again when the prompt is whole."""
@@ -183,13 +218,17 @@ class Prefill:
                 del self._runs[name]
                 self.seconds |= run.seconds
                 self.devices |= run.devices
+                self.bytes_peak_proxy = max(self.bytes_peak_proxy, run.bytes_peak)
             except Exception as error:
                 self._fail(name, error)
             waited = time.perf_counter() - started
-            self.seconds["wait"] = self.seconds.get("wait", 0.0) + waited
+            self._note_wait(waited)
             if len(self.scorers) > 1:
                 self.seconds[f"wait {name}"] = waited
         return {} if self.fallback is not None else scores
+
+    def _note_wait(self, seconds: float) -> None:
+        self.seconds["wait"] = self.seconds.get("wait", 0.0) + seconds
 
     def cancel(self) -> None:
         """Drop the runs and the hooks."""
@@ -205,17 +244,20 @@ class Prefill:
         known = [chunk for chunk in self._chunks if chunk is not None]
         return torch.cat(known, dim=1) if len(known) == len(self._chunks) else None
 
-    def _first_request(self, shape: tuple[int, int]) -> ScoringRequest:
+    def _first_request(self, shape: tuple[int, int], is_whole: bool) -> ScoringRequest:
         """The request as far as it is known: more chunks may follow, and the span may lie in them."""
         try:
             prompt, _ = self._read(self._mask, self.context, shape)
         except InvalidInputError:
+            if is_whole:
+                raise
             prompt, _ = self._read(None, None, shape)
         return self._scoring_request(prompt)
 
     def _scoring_request(self, prompt: Prompt) -> ScoringRequest:
         limit = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return ScoringRequest(prompt, self.geometry, self.tokenizer, limit, self.timeout)
+        at_once = self.schedule != "sequential"
+        return ScoringRequest(prompt, self.geometry, self.tokenizer, limit, self.timeout, at_once)
 
     def _fail(self, name: str, error: Exception) -> None:
         """Raise if strict, else remember and warn."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from .errors import ProxyKVWarning
 from .layers import PrunedLayer
 from .prompt import Prompt
 from .retention import RetentionPolicy, select
+from .storage import DenseStorage, RaggedStorage
 
 
 def keep_masks(scores: Tensor, prompt: Prompt, policy: RetentionPolicy) -> tuple[Tensor, int]:
@@ -37,23 +37,38 @@ def is_ragged(keep: Tensor, prompt: Prompt) -> bool:
     return prompt.padded or bool((counts != counts.flatten()[0]).any())
 
 
-def prune_layers(
-    layers: Iterable[PrunedLayer], keep: Tensor, rows: Tensor, ragged: bool
-) -> Iterator[tuple[int, PrunedLayer]]:
-    """Each layer's index and pruned twin.
+class Pruner:
+    """Makes pruned layers of whole ones.
 
     Args:
-        layers: Whole ones.
-        keep: `[R, L_full, H, P]`.
+        keep: `[R, L_full, H, P]`, bool, over the prompt's columns; later columns are all kept.
         rows: `[B]`, each batch row's distinct row.
         ragged: See `is_ragged`.
     """
-    present = rows.unique().tolist()  # a reordered batch may have lost rows
-    keep = keep[present]
-    rows = torch.searchsorted(torch.tensor(present), rows)
-    representatives = [int((rows == row).nonzero()[0]) for row in range(len(present))]
-    for place, layer in enumerate(layers):
-        yield layer.index, layer.pruned(keep[:, place], rows, representatives, ragged)
+
+    def __init__(self, keep: Tensor, rows: Tensor, ragged: bool) -> None:
+        present = rows.unique().tolist()  # a reordered batch may have lost rows
+        self._keep = keep[present]
+        self._rows = torch.searchsorted(torch.tensor(present), rows)
+        self._representatives = [int((self._rows == row).nonzero()[0]) for row in range(len(present))]
+        self._ragged = ragged
+
+    def prune(self, place: int, index: int, keys: Tensor, values: Tensor) -> PrunedLayer:
+        """The layer of what is kept.
+
+        Args:
+            place: Of the layer among the full-attention layers.
+            index: Of the layer in the model.
+            keys: `[B, H, N, D]`, the whole layer's.
+            values: `[B, H, N, Dv]`.
+        """
+        keep = self._keep[:, place]
+        prompt = keep.shape[2]
+        if self._ragged:
+            storage = RaggedStorage.gather(keys, values, keep, self._rows, self._representatives)
+            return PrunedLayer(index, storage, offset=prompt)
+        kept = int(keep[0, 0].sum())
+        return PrunedLayer(index, DenseStorage.gather(keys, values, keep, self._rows), offset=prompt - kept, fixed=kept)
 
 
 def warn_over_budget(pairs: int) -> None:

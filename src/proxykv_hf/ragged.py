@@ -75,7 +75,7 @@ def _head_by_head(grouped: Tensor, tail: Tensor, storage: RaggedStorage, scale: 
             count, kept = rows.shape[:2], len(keys)
             rows = rows.flatten(0, 1)
             logits = tail.new_empty(len(rows), kept + columns)
-            if dtype == torch.float32 and softcap is None:  # in place: copying them would cost as much as the keys
+            if dtype == torch.float32 and softcap is None and not rows.requires_grad:  # saves a pass over them
                 block = logits[:, :kept]
                 torch.addmm(block, rows, keys.t(), beta=0, alpha=scale, out=block)
             else:

@@ -17,7 +17,9 @@ class CacheReport:
         kept_tokens: Per row, full-attention layer and head, the tokens held.
         bytes_full: Bytes a `DynamicCache` of the same tokens holds.
         bytes_kept: Bytes this cache holds: slack included, memory that rows share counted once.
-        bytes_peak: The most it has held at any time.
+        bytes_peak: The most it has held at any time, a layer's fresh KV during the prefill included.
+        bytes_peak_proxy: The most that the scorer's proxy held: its features, KV and scores; weights and
+            passing activations apart.
         seconds: By phase: ``prefill``, ``wait`` (for scores), ``prune``, ``decode``, and what the
             scorer adds (``proxy``, ``mapper``).
         devices: What ran where.
@@ -29,6 +31,7 @@ class CacheReport:
     bytes_full: int
     bytes_kept: int
     bytes_peak: int
+    bytes_peak_proxy: int
     seconds: dict[str, float]
     devices: dict[str, str]
     fallback: str | None
@@ -43,7 +46,8 @@ class CacheReport:
         share = sum(kept) / sum(full) if sum(full) else 1.0
         lines = [
             f"tokens   {_join(self.seen_tokens)} seen, {100 * share:.1f} % of their KV pairs kept",
-            f"KV       {_size(self.bytes_kept)} of {_size(self.bytes_full)}, peak {_size(self.bytes_peak)}",
+            f"KV       {_size(self.bytes_kept)} of {_size(self.bytes_full)}, peak {_size(self.bytes_peak)}"
+            + (f", the proxy's {_size(self.bytes_peak_proxy)}" if self.bytes_peak_proxy else ""),
             "seconds  " + ", ".join(f"{phase} {value:.2f}" for phase, value in self.seconds.items()),
             "devices  " + ", ".join(f"{part} on {device}" for part, device in self.devices.items()),
         ]

@@ -108,22 +108,25 @@ class DenseStorage:
         self._shared = twin._shared = True
         return twin
 
+    @classmethod
     @plain_tensors
-    def gather(self, keep: Tensor, rows: Tensor) -> DenseStorage:
+    def gather(cls, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor) -> DenseStorage:
         """Only what ``keep`` marks, which must be the same number for every row and head.
 
         Args:
+            keys: `[B, H, N, D]`.
+            values: `[B, H, N, Dv]`.
             keep: `[R, H, N']`, bool, ``N' <= N``; later columns are all kept.
             rows: `[B]`, which row of ``keep`` each batch row follows.
         """
         distinct, heads, prompt = keep.shape
         places = keep.nonzero()[:, 2].view(distinct, heads, -1)  # [R, H, K], ascending
-        later = torch.arange(prompt, self.length, device=places.device).expand(distinct, heads, -1)
-        places = torch.cat([places, later], dim=2).to(self._keys.device)
+        later = torch.arange(prompt, keys.shape[2], device=places.device).expand(distinct, heads, -1)
+        places = torch.cat([places, later], dim=2).to(keys.device)
         places = places.index_select(0, rows.to(places.device)).unsqueeze(-1)  # [B, H, K, 1]
-        return DenseStorage(
-            self.keys.gather(2, places.expand(-1, -1, -1, self._keys.shape[3])),
-            self.values.gather(2, places.expand(-1, -1, -1, self._values.shape[3])),
+        return cls(
+            keys.gather(2, places.expand(-1, -1, -1, keys.shape[3])),
+            values.gather(2, places.expand(-1, -1, -1, values.shape[3])),
         )
 
     def tensors(self) -> Iterator[Tensor]:
@@ -204,21 +207,31 @@ class RaggedStorage:
 
     @classmethod
     @plain_tensors
-    def from_dense(
-        cls, dense: DenseStorage, keep: Tensor, rows: Tensor, representatives: Sequence[int]
+    def gather(
+        cls, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor, representatives: Sequence[int]
     ) -> RaggedStorage:
-        """Keep what ``keep`` marks.
+        """Only what ``keep`` marks.
 
         Args:
-            dense: The whole layer, `[B, H, N, D]`.
+            keys: `[B, H, N, D]`.
+            values: `[B, H, N, Dv]`.
             keep: `[R, H, N']`, bool, ``N' <= N``; columns from N' on go to the tail.
             rows: `[B]`, the distinct row of each batch row.
             representatives: R batch rows, one for each distinct row.
         """
         prompt = keep.shape[2]
-        block = RaggedBlock.gather(dense.keys[:, :, :prompt], dense.values[:, :, :prompt], keep, representatives)
-        tail = DenseStorage(dense.keys[:, :, prompt:], dense.values[:, :, prompt:])
-        return cls(block, rows, tail)
+        block = RaggedBlock.gather(keys[:, :, :prompt], values[:, :, :prompt], keep, representatives)
+        return cls(block, rows, DenseStorage(keys[:, :, prompt:], values[:, :, prompt:]))
+
+    @classmethod
+    @plain_tensors
+    def share(cls, dense: DenseStorage) -> RaggedStorage:
+        """All of ``dense`` as a block that copies of its rows can share; not copied unless it has slack."""
+        keys, values = dense.keys, dense.values
+        batch, heads, columns, _ = keys.shape
+        lengths = ((columns,) * heads,) * batch
+        block = RaggedBlock(keys.reshape(-1, keys.shape[3]), values.reshape(-1, values.shape[3]), lengths)
+        return cls(block, torch.arange(batch), DenseStorage(keys[:, :, columns:], values[:, :, columns:]))
 
     @property
     def length(self) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..geometry import ModelGeometry
+from ..lane import Lane
 from ..prompt import Prompt
 
 
@@ -24,6 +25,7 @@ class ScoringRequest:
         tokenizer: The target's, or None if the cache was given none.
         max_positions: Positions that the target has, or None if its config does not say.
         timeout: Seconds that `ScorerRun.finish` may wait, or None.
+        at_once: Whether work may start as the target's prefill starts, and not only in `ScorerRun.finish`.
     """
 
     prompt: Prompt
@@ -31,6 +33,7 @@ class ScoringRequest:
     tokenizer: PreTrainedTokenizerBase | None
     max_positions: int | None = None
     timeout: float | None = None
+    at_once: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,18 +89,26 @@ class WholeCache(Protocol):
 class ScorerRun:
     """One prompt being scored. The defaults suit a scorer that does all its work in `finish`."""
 
+    needs_cache: ClassVar[bool] = True
+    """Whether `finish` reads the prefilled cache. If not, it may be called before the prefill is over."""
+
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         """Time by phase (``proxy``, ``mapper``), for the cache's report."""
         self.devices: dict[str, str] = {}
         """What ran where, for the cache's report."""
+        self.bytes_peak = 0
+        """The most that features, the proxy's own KV and scores held, for the cache's report."""
 
     def observe(self, observation: Observation) -> None:
         """Called in each full-attention layer of the target's prefill, chunk after chunk, if the scorer observes."""
 
     def ready(self) -> bool:
-        """Whether `finish` would return without waiting. Never blocks."""
+        """Whether `finish` would return scores without waiting. Never blocks."""
         return False
+
+    def wait(self) -> None:
+        """Return when `ready`, or when the request's timeout is over."""
 
     def finish(self, cache: WholeCache) -> Tensor:
         """The scores: `[R, L, H, P]`, higher is kept.
@@ -109,6 +120,13 @@ class ScorerRun:
 
     def cancel(self) -> None:
         """Stop and free everything; the scores are not wanted any more."""
+
+
+@runtime_checkable
+class OnLane(Protocol):
+    """A scorer that computes beside the target."""
+
+    lane: Lane
 
 
 @runtime_checkable

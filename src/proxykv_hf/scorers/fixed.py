@@ -26,6 +26,8 @@ class FixedScorer:
 
 
 class _FixedRun(ScorerRun):
+    needs_cache = False
+
     def __init__(self, scores: Tensor) -> None:
         super().__init__()
         self.scores = scores

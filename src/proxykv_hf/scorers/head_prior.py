@@ -34,6 +34,8 @@ class HeadPriorScorer:
 
 
 class _HeadPriorRun(ScorerRun):
+    needs_cache = False
+
     def __init__(self, prior: Tensor) -> None:
         super().__init__()
         self.prior = prior

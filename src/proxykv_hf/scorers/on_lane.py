@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, ProxyKVWarning
 from ..lane import Job, Lane
 from .base import ScorerRun, ScoringRequest, WholeCache
 
@@ -61,7 +64,7 @@ class LaneScorer:
         input_ids: Tensor,
         context: tuple[int, int],
         request: ScoringRequest,
-        seconds: dict[str, float],
+        use: LaneUse,
         cancelled: Callable[[], bool],
     ) -> Tensor:
         """Scores of one row, `[L, H, n]`, on the lane.
@@ -70,41 +73,88 @@ class LaneScorer:
             input_ids: `[n]`.
             context: What may be evicted.
             request: The whole request.
-            seconds: Time by phase, to be added to.
+            use: To be told of time and memory.
             cancelled: Whether to stop, by raising.
         """
         raise NotImplementedError
 
 
+class LaneUse:
+    """Time and memory that scoring takes on a lane."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self.bytes_peak = 0
+        self._device = device
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time of what is done inside, on the device too, to ``phase``."""
+        started = time.perf_counter()
+        yield
+        if self._device.type == "cuda":  # holds up the lane's thread only
+            torch.cuda.current_stream(self._device).synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def holds(self, count: int) -> None:
+        """So many bytes of features, KV and scores are held now."""
+        self.bytes_peak = max(self.bytes_peak, count)
+
+
 class _LaneRun(ScorerRun):
+    needs_cache = False
+
     def __init__(self, scorer: LaneScorer, request: ScoringRequest, rows: list[Tensor]) -> None:
         super().__init__()
-        device, prompt, geometry = scorer.proxy.device, request.prompt, request.geometry
-        self.devices["proxy"] = str(device)
-        self.timeout = request.timeout
-        self._lane_seconds: dict[str, float] = {}
+        self.devices["proxy"] = str(scorer.proxy.device)
+        self._scorer, self._request, self._rows = scorer, request, rows
+        self._use = LaneUse(scorer.proxy.device)
+        self._job: Job[Tensor] | None = self._launch() if request.at_once else None
 
-        def work(cancelled: Callable[[], bool], seconds: dict[str, float] = self._lane_seconds) -> Tensor:
+    def _launch(self) -> Job[Tensor]:
+        scorer, request, rows, use = self._scorer, self._request, self._rows, self._use
+        prompt, geometry = request.prompt, request.geometry
+
+        def work(cancelled: Callable[[], bool]) -> Tensor:
             shape = (len(rows), geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
-            scores = torch.zeros(shape, device=device)
+            scores = torch.zeros(shape, device=scorer.proxy.device)
+            use.holds(scores.nbytes)
             for row, ids in enumerate(rows):
                 scores[row, :, :, prompt.pads[row] :] = scorer.score_row(
-                    ids, prompt.contexts[row], request, seconds, cancelled
+                    ids, prompt.contexts[row], request, use, cancelled
                 )
             return scores
 
-        self.job: Job[Tensor] = scorer.lane.submit(work)
+        return scorer.lane.submit(work)
 
     def ready(self) -> bool:
-        return self.job.ready()
+        return self._job is not None and self._job.ready()
+
+    def wait(self) -> None:
+        if self._job is not None:
+            self._job.wait(self._request.timeout)
 
     def finish(self, cache: WholeCache) -> Tensor:
-        scores = self.job.result(self.timeout)
-        self.seconds |= self._lane_seconds
+        self._job = self._job or self._launch()
+        try:
+            scores = self._job.result(self._request.timeout)
+        except torch.OutOfMemoryError as error:
+            self._job = self._launch()  # the target's prefill is over, and its activations are gone
+            scores = self._job.result(self._request.timeout)
+            warnings.warn(
+                f"the proxy found no memory beside the target ({str(error).splitlines()[0]}) and was run again after "
+                "the prefill: schedule='sequential' or 'proxy_first' says so beforehand",
+                ProxyKVWarning,
+                stacklevel=2,
+            )
+        self._job = None
+        self.seconds |= self._use.seconds
+        self.bytes_peak = self._use.bytes_peak
         return scores.to(cache.target.device)
 
     def cancel(self) -> None:
-        self.job.cancel()
+        if self._job is not None:
+            self._job.cancel()
 
 
 def check_same_tokens(ids: Tensor, ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:

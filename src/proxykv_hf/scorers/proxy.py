@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from ..features import proxy_features
 from ..geometry import ModelGeometry
 from ..mapper import HybridAxialMapper
 from .base import ScorerRun, ScoringRequest
-from .on_lane import LaneScorer
+from .on_lane import LaneScorer, LaneUse
 
 
 class ProxyScorer(LaneScorer):
@@ -66,23 +65,22 @@ class ProxyScorer(LaneScorer):
         input_ids: Tensor,
         context: tuple[int, int],
         request: ScoringRequest,
-        seconds: dict[str, float],
+        use: LaneUse,
         cancelled: Callable[[], bool],
     ) -> Tensor:
         """See `LaneScorer.score_row`."""
-        started = time.perf_counter()
-        features = proxy_features(
-            self.proxy,
-            input_ids,
-            self.mapper.config.feature_recipe,
-            context=context,
-            tokenizer=self.tokenizer,
-            cancelled=cancelled,
-        )
-        between = time.perf_counter()
-        scores: Tensor = self.mapper(features[None])[0]
-        seconds["proxy"] = seconds.get("proxy", 0.0) + between - started
-        seconds["mapper"] = seconds.get("mapper", 0.0) + time.perf_counter() - between
+        with use.timed("proxy"):
+            features = proxy_features(
+                self.proxy,
+                input_ids,
+                self.mapper.config.feature_recipe,
+                context=context,
+                tokenizer=self.tokenizer,
+                cancelled=cancelled,
+                holds=use.holds,
+            )
+        with use.timed("mapper"):
+            scores: Tensor = self.mapper(features[None])[0]
         return scores
 
 

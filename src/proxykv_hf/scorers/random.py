@@ -25,9 +25,14 @@ class RandomScorer:
 
 
 class _RandomRun(ScorerRun):
+    needs_cache = False
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
+
+    def ready(self) -> bool:
+        return True
 
     def finish(self, cache: WholeCache) -> Tensor:
         prompt, geometry = cache.request.prompt, cache.request.geometry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..errors import InvalidInputError
 from ..geometry import ModelGeometry
 from ..reconstruction import reconstruction_scores
 from .base import ScoringRequest
-from .on_lane import LaneScorer
+from .on_lane import LaneScorer, LaneUse
 
 
 class StaticAlignmentScorer(LaneScorer):
@@ -46,18 +45,18 @@ class StaticAlignmentScorer(LaneScorer):
         input_ids: Tensor,
         context: tuple[int, int],
         request: ScoringRequest,
-        seconds: dict[str, float],
+        use: LaneUse,
         cancelled: Callable[[], bool],
     ) -> Tensor:
         """See `LaneScorer.score_row`."""
         assert self.tokenizer is not None
-        started = time.perf_counter()
-        cache = DynamicCache(config=self.proxy.config)
-        call_forward(self.proxy, input_ids=input_ids.to(self.proxy.device)[None], cache=cache, use_cache=True)
-        layers: list[Any] = cache.layers
-        states = [(layer.keys, layer.values) for layer in layers]
-        scores = reconstruction_scores(self.proxy, states, input_ids, context, self.tokenizer)
-        seconds["proxy"] = seconds.get("proxy", 0.0) + time.perf_counter() - started
+        with use.timed("proxy"):
+            cache = DynamicCache(config=self.proxy.config)
+            call_forward(self.proxy, input_ids=input_ids.to(self.proxy.device)[None], cache=cache, use_cache=True)
+            layers: list[Any] = cache.layers
+            states = [(layer.keys, layer.values) for layer in layers]
+            use.holds(sum(keys.nbytes + values.nbytes for keys, values in states))
+            scores = reconstruction_scores(self.proxy, states, input_ids, context, self.tokenizer)
         return align(scores, request.geometry, self.layer_map)
 
 

@@ -1,0 +1,232 @@
+"""When the proxy runs, and what is pruned while the target still prefills."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+from test_proxy import POLICY, make_mapper
+from tiny import pad_left, random_ids, random_scores, tiny_model
+
+from proxykv_hf import (
+    FixedScorer,
+    InvalidInputError,
+    ProxyKVConfig,
+    ProxyKVWarning,
+    ProxyPrunedCache,
+    ProxyScorer,
+    RetentionPolicy,
+    ScoringError,
+    with_proxykv,
+)
+from proxykv_hf._compat import call_forward
+from proxykv_hf.prefill import SCHEDULES
+
+TOKENS = 60
+
+
+@pytest.fixture
+def target():
+    return tiny_model("llama", 2)
+
+
+@pytest.fixture
+def scorer(target):
+    proxy = tiny_model("qwen2", 1, layers=2).model
+    return ProxyScorer(proxy, make_mapper(target, proxy))
+
+
+def kept(cache, row=0):
+    return [[head.tolist() for head in cache.kept_indices(layer, row)] for layer in cache.geometry.full_layers]
+
+
+def log_events(monkeypatch, target):
+    """Names of what happens, in order."""
+    from proxykv_hf.scorers import proxy as module
+
+    extract, events = module.proxy_features, []
+
+    def logged(*args, **kwargs):
+        features = extract(*args, **kwargs)
+        events.append("proxy")
+        return features
+
+    monkeypatch.setattr(module, "proxy_features", logged)
+    handle = target.model.layers[-1].register_forward_hook(lambda *_: events.append("target"))
+    return events, handle
+
+
+@pytest.mark.parametrize(
+    ("schedule", "order"), [("proxy_first", ["proxy", "target"]), ("sequential", ["target", "proxy"])]
+)
+def test_a_schedule_is_an_order(target, scorer, schedule, order, monkeypatch):
+    events, handle = log_events(monkeypatch, target)
+    with ProxyPrunedCache(target, scorer, POLICY, schedule=schedule) as cache:
+        cache.prefill(random_ids(1, TOKENS))
+        assert events == order
+        cache.reset()
+        call_forward(target, input_ids=random_ids(1, TOKENS), cache=cache)  # where the end is not known
+        cache.report()
+        assert events == order * 2
+    handle.remove()
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_all_schedules_keep_the_same(target, scorer, allocation):
+    ids, mask = pad_left([random_ids(1, TOKENS)[0], random_ids(1, 41)[0]])
+    policy = RetentionPolicy(0.3, allocation=allocation)
+    found = []
+    for schedule in SCHEDULES:
+        with ProxyPrunedCache(target, scorer, policy, schedule=schedule) as cache:
+            scores = cache.prefill(ids, mask)["proxykv"]
+            logits = call_forward(
+                target,
+                input_ids=random_ids(2, 3),
+                attention_mask=torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], 1),
+                cache=cache,
+            ).logits
+            found.append((scores, logits, [kept(cache, 0), kept(cache, 1)], cache.report().bytes_kept))
+    for scores, logits, indices, size in found[1:]:
+        assert torch.equal(scores, found[0][0])
+        assert torch.equal(logits, found[0][1])
+        assert indices == found[0][2]
+        assert size == found[0][3]
+
+
+def test_the_full_cache_never_exists_where_the_proxy_is_first():
+    target = tiny_model("qwen2", 3, layers=12)
+    proxy = tiny_model("qwen2", 1, layers=2).model
+    scorer = ProxyScorer(proxy, make_mapper(target, proxy))
+    with ProxyPrunedCache(target, scorer, POLICY, schedule="proxy_first") as cache:
+        cache.prefill(random_ids(1, 1000))
+        report = cache.report()
+    assert report.bytes_peak <= report.bytes_kept + 1.01 * report.bytes_full / 12
+    assert report.bytes_peak < 0.42 * report.bytes_full
+    features = 4 * scorer.mapper.config.channels * 1000
+    scores = 4 * 12 * 2 * 1000
+    assert features < report.bytes_peak_proxy < 1.2 * (features + scores)
+
+
+@pytest.mark.parametrize("ready_after", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_scores_that_arrive_in_the_midst_prune_from_there_on(kind, ready_after, allocation, padded):
+    """The same as pruning at the end, whichever layer is being computed when the scores arrive."""
+
+    class Late(FixedScorer):
+        def begin(self, request):
+            run = super().begin(request)
+            run.ready = lambda: arrived.is_set()
+            return run
+
+    target = tiny_model(kind, layers=4)
+    ids, mask = pad_left([random_ids(1, TOKENS)[0], random_ids(1, 33 if padded else TOKENS, seed=1)[0]])
+    scores, arrived = random_scores(target, 2, TOKENS), threading.Event()
+    policy = RetentionPolicy(0.3, allocation=allocation, sink_tokens=1, recent_tokens=2)
+    more = random_ids(2, 3, seed=5)
+    longer = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], 1)
+    outcomes = []
+    for late in (False, True):
+        arrived.clear()
+        with ProxyPrunedCache(target, Late(scores), policy) as cache:
+            layer = target.model.layers[ready_after]
+            handle = layer.register_forward_pre_hook(lambda *_, late=late: arrived.set() if late else None)
+            cache.expect(TOKENS)
+            prefill = call_forward(target, input_ids=ids, attention_mask=mask, cache=cache).logits
+            handle.remove()
+            assert all(bool(layer.offset) == late for layer in cache._full_layers())
+            logits = call_forward(target, input_ids=more, attention_mask=longer, cache=cache).logits
+            report = cache.report()
+            outcomes.append((prefill[mask.bool()], logits, [kept(cache, 0), kept(cache, 1)], report))
+    (prefill, logits, indices, whole), (prefill_late, logits_late, indices_late, early) = outcomes
+    assert torch.equal(prefill_late, prefill)
+    assert torch.equal(logits_late, logits)
+    assert indices_late == indices
+    assert early.kept_tokens == whole.kept_tokens
+    assert early.bytes_kept == whole.bytes_kept
+    assert early.bytes_peak < whole.bytes_peak
+    assert early.seconds["prune"] > 0
+
+
+def test_with_the_mixin_the_end_is_known(target, scorer):
+    model = with_proxykv(target)
+    config = ProxyKVConfig(scorer=scorer, policy=POLICY, schedule="proxy_first")
+    out = model.generate(
+        random_ids(1, 500), proxykv=config, max_new_tokens=4, return_dict_in_generate=True, do_sample=False
+    )
+    cache = getattr(out, "past_key_values", None) or out.cache
+    report = cache.report()
+    assert report.bytes_peak < 0.7 * report.bytes_full
+    cache.close()
+
+
+@pytest.mark.parametrize(("threads", "schedule"), [(None, "proxy_first"), (1, "overlap")])
+def test_two_models_on_the_same_cores_take_turns_by_default(target, scorer, threads, schedule):
+    lane = ProxyScorer(scorer.proxy, scorer.mapper, threads=threads)
+    with ProxyPrunedCache(target, lane, POLICY) as cache:
+        assert cache._prefill.schedule == schedule
+
+
+def test_another_schedule_is_refused(target, scorer):
+    with pytest.raises(InvalidInputError, match=r"schedule: expected one of overlap, proxy_first, sequential, got 'x'"):
+        ProxyPrunedCache(target, scorer, POLICY, schedule="x")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_refusals_come_before_any_work(target, scorer, schedule):
+    calls = []
+    handle = target.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(None))
+    with ProxyPrunedCache(target, scorer, POLICY, schedule=schedule) as cache:
+        cache.expect(TOKENS)
+        with pytest.raises(InvalidInputError, match="came as inputs_embeds"):
+            call_forward(target, inputs_embeds=torch.randn(1, TOKENS, target.config.hidden_size), cache=cache)
+    with ProxyPrunedCache(target, scorer, POLICY, schedule=schedule, context=(3, 999)) as cache:
+        cache.expect(TOKENS)
+        with pytest.raises(InvalidInputError, match="context"):
+            call_forward(target, input_ids=random_ids(1, TOKENS), cache=cache)
+    handle.remove()
+    assert calls == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("strict", [False, True])
+def test_scores_that_are_nan_leave_the_cache_whole_or_raise(target, scorer, schedule, strict, monkeypatch):
+    mapper = scorer.mapper.forward
+    monkeypatch.setattr(scorer.mapper, "forward", lambda features: mapper(features) * torch.nan)
+    with ProxyPrunedCache(target, scorer, POLICY, schedule=schedule, strict=strict) as cache:
+        if strict:
+            with pytest.raises(ScoringError, match="hold NaN"):
+                cache.prefill(random_ids(1, TOKENS))
+        else:
+            with pytest.warns(ProxyKVWarning, match="hold NaN") as caught:
+                cache.prefill(random_ids(1, TOKENS))
+            assert len(caught) == 1
+            assert cache.report().kept_tokens == [[[TOKENS] * 2] * 3]
+        monkeypatch.undo()
+        cache.reset()
+        cache.prefill(random_ids(1, TOKENS))
+        assert cache.report().fallback is None
+
+
+def test_a_proxy_without_memory_beside_the_target_runs_after_it(target, scorer, monkeypatch):
+    from proxykv_hf.scorers import proxy as module
+
+    extract, attempts = module.proxy_features, []
+
+    def crowded(*args, **kwargs):
+        attempts.append(None)
+        if len(attempts) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return extract(*args, **kwargs)
+
+    monkeypatch.setattr(module, "proxy_features", crowded)
+    with ProxyPrunedCache(target, scorer, POLICY, schedule="overlap") as cache:
+        with pytest.warns(ProxyKVWarning, match=r"no memory beside the target \(CUDA out of memory\)"):
+            cache.prefill(random_ids(1, TOKENS))
+        assert cache.report().fallback is None
+    with warnings.catch_warnings(), ProxyPrunedCache(target, scorer, POLICY) as plain:
+        plain.prefill(random_ids(1, TOKENS))
+        assert len(attempts) == 3
