@@ -26,8 +26,10 @@ LEVELS = {
     6: ["scorers.fixed", "scorers.head_prior", "scorers.on_lane", "scorers.kvzip", "scorers.random", "scorers.snapkv"],
     7: ["scorers.proxy", "scorers.static_alignment"],
     8: ["model_card", "pretrained"],
-    9: ["generation"],
-    10: ["__init__", "cli", "scorers.__init__"],
+    9: ["generation", "training.generated", "training.shards"],
+    10: ["training.corpus"],
+    11: ["training.teacher"],
+    12: ["__init__", "cli", "scorers.__init__", "training.__init__"],
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names}
 
