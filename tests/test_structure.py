@@ -72,7 +72,7 @@ def test_exports_are_sorted_and_there():
 
 
 def test_importing_drags_in_nothing_optional_and_does_no_work():
-    optional = ["tqdm.auto", "gguf", "matplotlib", "accelerate", "datasets", "sklearn", "pytest"]
+    optional = ["tqdm.auto", "gguf", "matplotlib", "accelerate", "datasets", "sklearn", "pytest", "proxykv_hf.training"]
     code = (
         "import sys, transformers, transformers.modeling_utils; before = set(sys.modules);"
         "from transformers import AttentionInterface as A; names = set(A._global_mapping);"

@@ -132,7 +132,7 @@ def _add_teacher(commands: Any) -> None:
         "teacher",
         help="score documents with KVzip: what mappers are trained on",
         description="Score text and generated retrieval material with KVzip on a target, into a folder of shards. "
-        "Run again, it goes on where it stopped; under `accelerate launch`, its processes share the work.",
+        "Run again, it goes on where it stopped; the processes of `accelerate launch` or `torchrun` share the work.",
     )
     _add_target(parser)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -171,6 +171,7 @@ def _add_teacher(commands: Any) -> None:
 
 
 def _teacher(arguments: argparse.Namespace) -> None:
+    import torch
     from accelerate import PartialState
 
     from .training.corpus import Corpus
@@ -181,7 +182,7 @@ def _teacher(arguments: argparse.Namespace) -> None:
         if arguments.documents < 1:
             raise InvalidInputError(f"--documents: expected at least 1, got {arguments.documents}")
         corpus = Corpus(arguments.text, split=arguments.split, seed=arguments.seed, tokens=tuple(arguments.tokens))
-    state = PartialState()
+    state = PartialState(cpu=not torch.cuda.is_available())  # without the word it knows of no processes on CPUs
     try:
         model, tokenizer = _load(arguments.target, str(state.device) if state.device.type == "cuda" else "cpu")
         common: dict[str, Any] = {
