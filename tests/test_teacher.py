@@ -196,6 +196,9 @@ def test_a_manifest_that_is_none(copied, tmp_path):
     (copied / "manifest.json").write_text("{")
     with pytest.raises(ShardError, match="is no JSON"):
         load_shards(copied)
+    (copied / "manifest.json").write_text('{"format": 1, "target": {}, "corpus": {}}')
+    with pytest.raises(ShardError, match=r"manifest\.json lacks score_recipe, shards: delete it"):
+        load_shards(copied)
     (copied / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(ShardError, match="expected shards of format 1, got 99"):
         load_shards(copied)

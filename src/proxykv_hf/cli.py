@@ -182,7 +182,7 @@ def _teacher(arguments: argparse.Namespace) -> None:
         if arguments.documents < 1:
             raise InvalidInputError(f"--documents: expected at least 1, got {arguments.documents}")
         corpus = Corpus(arguments.text, split=arguments.split, seed=arguments.seed, tokens=tuple(arguments.tokens))
-    state = PartialState(cpu=not torch.cuda.is_available())  # without the word it knows of no processes on CPUs
+    state = PartialState(cpu=not torch.cuda.is_available())  # on CPUs it looks for other processes only so
     try:
         model, tokenizer = _load(arguments.target, str(state.device) if state.device.type == "cuda" else "cpu")
         common: dict[str, Any] = {

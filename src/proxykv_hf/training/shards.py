@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(
-            f"expected a folder of teacher shards with a {MANIFEST}, as `proxykv teacher`: {folder}"
+            f"expected a folder of teacher shards with a {MANIFEST}, as `proxykv teacher` writes it: {folder}"
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -121,6 +121,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise ShardError(f"expected shards of format {FORMAT}, got {found!r} in {path}: score into another folder")
+    if missing := {"target", "score_recipe", "corpus", "shards"} - set(manifest):
+        raise ShardError(f"{path} lacks {', '.join(sorted(missing))}: delete it and run the teacher again")
     return manifest
 
 

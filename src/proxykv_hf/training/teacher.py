@@ -50,7 +50,7 @@ def score_corpus(
         target_id: What the manifest calls the target: its Hub id, or a folder.
         revision: Its revision on the Hub.
         process_index: Which of the processes that share the work this is, from 0.
-        process_count: How many they are; each makes every so-manieth shard.
+        process_count: How many they are; each makes every shard whose number, divided by this, leaves its index.
         progress: Show a bar.
 
     Raises:
