@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import comparing
 import demo_questions
+import extract_features
 import hidden_facts
 import pytest
 import torch
+import training_text
 from reference import Reference, ReferenceRow
 from test_proxy import make_mapper
+from texts import write_texts
 from tiny import random_ids, tiny_model, tiny_tokenizer
 
-from proxykv_hf import FixedScorer, HeadPriorScorer, ProxyPrunedCache, RandomScorer, RetentionPolicy
+from proxykv_hf import (
+    FixedScorer,
+    HeadPriorScorer,
+    HybridAxialMapperConfig,
+    ProxyPrunedCache,
+    RandomScorer,
+    RetentionPolicy,
+    ShardError,
+)
 from proxykv_hf.model_card import mapper_card
+from proxykv_hf.training.corpus import Corpus
+from proxykv_hf.training.teacher import score_corpus
 
 TOKENIZER = tiny_tokenizer()
 
@@ -100,3 +116,83 @@ def test_a_card_tells_what_the_mapper_is():
     assert "| this mapper, global | 0.50 | 0.60 | 0.70 | 0.80 |" in card.text
     assert "the first 2 layers of small" in card.text
     assert f"{sum(p.numel() for p in mapper.parameters()):,}" in card.text
+
+
+def test_features_of_a_teachers_documents(tmp_path, monkeypatch):
+    target = tiny_model("llama", 3)
+    corpus = Corpus(write_texts(tmp_path / "texts"), tokens=(20, 40))
+    for folder, model in (("train", target), ("other", tiny_model("llama", 2))):
+        score_corpus(model, TOKENIZER, corpus, 3, tmp_path / folder, target_id="tiny", progress=False)
+    monkeypatch.setattr(extract_features, "load", lambda name: (target, TOKENIZER))
+    features = tmp_path / "features.pt"
+
+    def extract(*folders):
+        options = ["--pair", "smollm2", "--proxy-layers", "2", "--hidden-layers", "1", "--out", str(features)]
+        monkeypatch.setattr(sys, "argv", ["extract", *options, "--teacher", *map(str, folders)])
+        extract_features.main()
+
+    extract(tmp_path / "train")
+    stored = torch.load(features, weights_only=True)
+    assert HybridAxialMapperConfig(**stored["config"]).channels == stored["documents"].popitem()[1]["x"].shape[0]
+    for number, entry in enumerate(stored["documents"].values()):
+        tokens = corpus.document(number).tokens
+        assert entry["x"].shape[1] == tokens
+        assert entry["y"].shape == (3, 2, tokens)
+    with pytest.raises(ShardError, match=r"target\.weights"):
+        extract(tmp_path / "train", tmp_path / "other")
+
+
+@pytest.fixture
+def texts(monkeypatch, tmp_path):
+    """A cache folder, and `apt-get` and `dpkg` that make a package of two pages and a picture."""
+    served = {"code": 0}
+
+    def run(command, *, cwd, **options):
+        if command[0] == "apt-get":
+            (cwd / "package.deb").touch()
+        else:
+            pages = cwd / "unpacked" / training_text.SOURCES["postgresql-docs"].folder
+            pages.mkdir(parents=True)
+            (pages / "a.html").write_text("<head><title>No</title></head><p>One &amp; two.</p>\n\n\n<pre>x = 1</pre>")
+            (pages / "b.html").write_text("<li>Three</li>")
+            (pages / "c.svg").write_text("<svg/>")
+        return subprocess.CompletedProcess(command, served["code"], "", "E: Unable to locate package")
+
+    monkeypatch.setenv("PROXYKV_CACHE", str(tmp_path))
+    monkeypatch.setattr(training_text.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(training_text.subprocess, "run", run)
+    return served
+
+
+def test_a_text_is_fetched_once_and_pages_become_plain(texts, monkeypatch):
+    folder = training_text.fetch("postgresql-docs")
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "a.txt": "One & two.\n\nx = 1",
+        "b.txt": "Three",
+    }
+    monkeypatch.setattr(training_text.subprocess, "run", None)
+    assert training_text.fetch("postgresql-docs") == folder
+
+
+def test_the_standard_library_comes_without_tests(texts):
+    files = [path.relative_to(training_text.fetch(training_text.STDLIB)) for path in
+             training_text.fetch(training_text.STDLIB).rglob("*")]  # fmt: skip
+    assert {"argparse.py", "json"} <= {path.parts[0] for path in files}
+    assert not {"test", "tests", "site-packages"} & {part for path in files for part in path.parts}
+
+
+def test_texts_that_cannot_be_had_are_told_in_plain_words(texts, monkeypatch, capsys, tmp_path):
+    texts["code"] = 100
+    with pytest.raises(RuntimeError, match=r"apt-get download failed for git-doc .*update.*\nE: Unable to locate"):
+        training_text.fetch("git-docs")
+    texts["code"] = 0
+    with pytest.raises(RuntimeError, match=r"expected text in .*git-doc, found none: another version"):
+        training_text.fetch("git-docs")
+    monkeypatch.setattr(training_text.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="apt-get and dpkg fetch the package git-doc, and this machine lacks them"):
+        training_text.fetch("git-docs")
+    assert not list((tmp_path / "text").iterdir())
+    assert training_text.fetch_all(["git-docs", training_text.STDLIB]) == [tmp_path / "text" / training_text.STDLIB]
+    assert "Left out git-docs: apt-get and dpkg" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="at least one text"):
+        training_text.fetch_all(["git-docs"])

@@ -26,8 +26,10 @@ LEVELS = {
     6: ["scorers.fixed", "scorers.head_prior", "scorers.on_lane", "scorers.kvzip", "scorers.random", "scorers.snapkv"],
     7: ["scorers.proxy", "scorers.static_alignment"],
     8: ["model_card", "pretrained"],
-    9: ["generation"],
-    10: ["__init__", "cli", "scorers.__init__"],
+    9: ["generation", "training.generated", "training.shards"],
+    10: ["training.corpus"],
+    11: ["training.teacher"],
+    12: ["__init__", "cli", "scorers.__init__", "training.__init__"],
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names}
 
@@ -70,7 +72,7 @@ def test_exports_are_sorted_and_there():
 
 
 def test_importing_drags_in_nothing_optional_and_does_no_work():
-    optional = ["tqdm.auto", "gguf", "matplotlib", "accelerate", "datasets", "sklearn", "pytest"]
+    optional = ["tqdm.auto", "gguf", "matplotlib", "accelerate", "datasets", "sklearn", "pytest", "proxykv_hf.training"]
     code = (
         "import sys, transformers, transformers.modeling_utils; before = set(sys.modules);"
         "from transformers import AttentionInterface as A; names = set(A._global_mapping);"

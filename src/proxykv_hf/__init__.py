@@ -10,6 +10,7 @@ from .errors import (
     ProxyKVError,
     ProxyKVWarning,
     ScoringError,
+    ShardError,
     UnsupportedModelError,
 )
 from .features import FeatureRecipe
@@ -55,6 +56,7 @@ __all__ = [
     "ScorerRun",
     "ScoringError",
     "ScoringRequest",
+    "ShardError",
     "SnapKVScorer",
     "StaticAlignmentScorer",
     "UnsupportedModelError",

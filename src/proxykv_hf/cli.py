@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"proxykv-hf {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_generate(commands)
+    _add_teacher(commands)
     parsed = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], None] = parsed.run
     try:
@@ -42,11 +43,7 @@ def _add_generate(commands: Any) -> None:
         description="Prefill a document once, prune its cache without having seen the questions, answer them.",
     )
     parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="the document; - (default) is stdin")
-    parser.add_argument(
-        "--target",
-        required=True,
-        help=f"a folder, a Hub id, or in a checkout a short name ({', '.join(_example_names()) or 'none here'})",
-    )
+    _add_target(parser)
     parser.add_argument("--question", required=True, action="append", help="may be given several times")
     parser.add_argument("--scorer", choices=SCORERS, default="kvzip", help="what rates the KV pairs (default: kvzip)")
     budget = parser.add_mutually_exclusive_group()
@@ -56,6 +53,14 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="length of an answer (default: 64)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_generate)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        required=True,
+        help=f"a folder, a Hub id, or in a checkout a short name ({', '.join(_example_names()) or 'none here'})",
+    )
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -75,28 +80,15 @@ def _generate(arguments: argparse.Namespace) -> None:
         raise InvalidInputError(f"expected text in UTF-8, but {arguments.file} is none: {error}") from error
     if not document.strip():
         raise InvalidInputError(f"expected a document, but {arguments.file} is empty")
-    folder = _resolve(arguments.target)
 
     # Heavy imports come after the arguments are known to be right.
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .cache import ProxyPrunedCache
     from .chat import chat_affixes, encode
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
-    except (OSError, ValueError) as error:
-        names = _example_names()
-        known = f"; short names here: {', '.join(names)}" if names else ""
-        raise InvalidInputError(
-            f"--target: expected a folder with a model or an id that the Hub has, got {arguments.target!r}{known} "
-            f"({str(error).splitlines()[0]})"
-        ) from error
-
+    model, tokenizer = _load(arguments.target, device)
     before, after = chat_affixes(tokenizer)
     prefix, context = encode(tokenizer, before), encode(tokenizer, document)
     turns = [encode(tokenizer, f"\n\n{question}{after}") for question in arguments.question]
@@ -135,6 +127,98 @@ def _generate(arguments: argparse.Namespace) -> None:
         print(f"\n{report}")
 
 
+def _add_teacher(commands: Any) -> None:
+    parser = commands.add_parser(
+        "teacher",
+        help="score documents with KVzip: what mappers are trained on",
+        description="Score text and generated retrieval material with KVzip on a target, into a folder of shards. "
+        "Run again, it goes on where it stopped; the processes of `accelerate launch` or `torchrun` share the work.",
+    )
+    _add_target(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--text",
+        type=Path,
+        action="append",
+        metavar="FOLDER",
+        help="text files (.txt, .md, .rst, .py, also .gz) to make documents of; may be given several times",
+    )
+    what.add_argument(
+        "--import",
+        type=Path,
+        dest="scores",
+        metavar="FOLDER",
+        help="instead: scores made elsewhere, one safetensors file a document, to be turned into shards",
+    )
+    parser.add_argument("--documents", type=int, default=256, help="how many (default: 256)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs=2,
+        default=(256, 2048),
+        metavar=("LEAST", "GREATEST"),
+        help="length of a document (default: 256 2048)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="other documents for every seed")
+    parser.add_argument(
+        "--split",
+        choices=("train", "held_out"),
+        default="train",
+        help="one text file in ten and its documents are held out (default: train)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.set_defaults(run=_teacher)
+
+
+def _teacher(arguments: argparse.Namespace) -> None:
+    import torch
+    from accelerate import PartialState
+
+    from .training.corpus import Corpus
+    from .training.teacher import import_folder, score_corpus
+
+    corpus = None
+    if arguments.text is not None:
+        if arguments.documents < 1:
+            raise InvalidInputError(f"--documents: expected at least 1, got {arguments.documents}")
+        corpus = Corpus(arguments.text, split=arguments.split, seed=arguments.seed, tokens=tuple(arguments.tokens))
+    state = PartialState(cpu=not torch.cuda.is_available())  # on CPUs it looks for other processes only so
+    try:
+        model, tokenizer = _load(arguments.target, str(state.device) if state.device.type == "cuda" else "cpu")
+        common: dict[str, Any] = {
+            "target_id": _public_name(arguments.target),
+            "revision": getattr(model.config, "_commit_hash", None),
+            "process_index": state.process_index,
+            "process_count": state.num_processes,
+        }
+        if corpus is None:
+            import_folder(arguments.scores, model, tokenizer, arguments.out, split=arguments.split, **common)
+        else:
+            score_corpus(model, tokenizer, corpus, arguments.documents, arguments.out, **common)
+    finally:
+        state.destroy_process_group()
+
+
+def _load(target: str, device: str) -> tuple[Any, Any]:
+    """A model in eval mode and its tokenizer; float32 on a CPU, bfloat16 on a GPU."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = _resolve(target)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
+    except (OSError, ValueError) as error:
+        names = _example_names()
+        known = f"; short names here: {', '.join(names)}" if names else ""
+        raise InvalidInputError(
+            f"--target: expected a folder with a model or an id that the Hub has, got {target!r}{known} "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    return model, tokenizer
+
+
 def _scorer(name: str) -> Scorer:
     from .scorers.kvzip import KVzipScorer
     from .scorers.random import RandomScorer
@@ -166,6 +250,13 @@ def _resolve(target: str) -> str:
     if Path(target).exists() or target not in _example_names():
         return target
     return str(_example_models().resolve(target))
+
+
+def _public_name(target: str) -> str:
+    """The Hub id where ``target`` is a short name, else as it is."""
+    if Path(target).exists() or target not in _example_names():
+        return target
+    return str(_example_models().MODELS[target].hub_id)
 
 
 if __name__ == "__main__":

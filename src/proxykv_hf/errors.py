@@ -31,5 +31,9 @@ class CacheStateError(ProxyKVError, RuntimeError):
     """A call that the cache's state does not allow: after ``close()``, into the pruned part, …"""
 
 
+class ShardError(ProxyKVError, ValueError):
+    """A teacher's scores on disk that are cut short, altered, or of another target, recipe or corpus."""
+
+
 class ProxyKVWarning(UserWarning):
     """Something was not done as asked, and the output is still right: say, an uncompressed cache."""

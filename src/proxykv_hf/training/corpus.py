@@ -1,0 +1,224 @@
+"""The documents that mappers are trained on: real text and generated retrieval material, seeded.
+
+Document k depends on the seed, k and the text files alone, so that processes can share the work and a
+run can go on where another stopped. Held-out documents come from files, and use made-up words, that no
+training document ever sees: the hash of a file's name, or of the word, decides.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import math
+import random
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import InvalidInputError, ProxyKVWarning
+from .generated import Names, chains, dialogue, is_held_out, lists, needles, records, table, words
+
+#: Changes whenever a document of a seed would be another one.
+VERSION = 1
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+SUFFIXES = (".py", ".rst", ".txt", ".md")
+#: Kinds of documents and how often each is drawn.
+KINDS = {
+    "text": 5,
+    "joined": 2,
+    "needles": 4,
+    "records": 2,
+    "table": 1,
+    "lists": 1,
+    "words": 1,
+    "chains": 2,
+    "dialogue": 1,
+}
+GENERATORS: dict[str, Callable[[random.Random, Names, str], str]] = {
+    "needles": needles,
+    "records": records,
+    "table": table,
+    "lists": lists,
+    "words": words,
+    "chains": chains,
+    "dialogue": dialogue,
+}
+#: Characters written per wanted token: more than any text has, so that the tokens can be cut to number.
+CHARACTERS_PER_TOKEN = 6
+#: A file counts as no more than so many characters when one is drawn, lest the long ones be all there is.
+LONGEST_SHARE = 64_000
+#: Shorter files are of no use.
+LEAST_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text to be scored.
+
+    Args:
+        text: Of somewhat more than ``tokens`` tokens, to be cut.
+        tokens: N, how many are wanted.
+        kind: A key of ``KINDS``.
+        sources: The files that its text was taken from, as ``folder/path``.
+        split: ``"train"`` or ``"held_out"``.
+    """
+
+    text: str
+    tokens: int
+    kind: str
+    sources: tuple[str, ...]
+    split: Split
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of a text source.
+
+    Args:
+        name: ``folder/path``.
+        path: Where it is.
+        characters: Its length.
+        sha256: Of its content, unpacked.
+    """
+
+    name: str
+    path: Path
+    characters: int
+    sha256: str
+
+
+class Corpus:
+    """All documents of a seed.
+
+    Args:
+        folders: Folders of text, each a source of its own under its last name, read with all below them:
+            files that end in one of ``SUFFIXES``, or these with ``.gz``. A file that is there twice counts once.
+        split: Which side's documents. A file's own name, without folders and ``.gz``, decides on its side.
+        seed: Other documents for every seed.
+        tokens: Least and greatest length; short documents are the more frequent (log-uniform).
+
+    Raises:
+        InvalidInputError: No folder, two of one name, no text on this side, or a wrong range.
+
+    Files that are no text in UTF-8 are left out with one `ProxyKVWarning`.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | Path],
+        *,
+        split: Split = "train",
+        seed: int = 0,
+        tokens: tuple[int, int] = (256, 2048),
+    ) -> None:
+        if split not in SPLITS:
+            raise InvalidInputError(f"split: expected one of {', '.join(SPLITS)}, got {split!r}")
+        if not 1 <= tokens[0] <= tokens[1]:
+            raise InvalidInputError(f"tokens: expected 1 <= least <= greatest, got {tokens[0]} and {tokens[1]}")
+        self.split, self.seed, self.tokens = split, seed, (tokens[0], tokens[1])
+        files = [file for file in read_folders(folders) if is_held_out(own_name(file.path)) == (split == "held_out")]
+        if not files:
+            raise InvalidInputError(
+                f"expected text files ({', '.join(SUFFIXES)}, or these with .gz) of {LEAST_CHARACTERS} characters and "
+                f"more for the {split} documents, found none in {', '.join(map(str, folders)) or 'no folder'}"
+            )
+        self.sources: dict[str, list[TextFile]] = {}
+        for file in files:
+            self.sources.setdefault(file.name.split("/")[0], []).append(file)
+
+    def recipe(self) -> dict[str, Any]:
+        """What decides on the documents, for JSON."""
+        files = [file for files in self.sources.values() for file in files]
+        digest = hashlib.sha256("".join(f"{file.name} {file.sha256}\n" for file in files).encode())
+        return {
+            "version": VERSION,
+            "seed": self.seed,
+            "split": self.split,
+            "kinds": dict(KINDS),
+            "tokens": list(self.tokens),
+            "sources": {name: len(files) for name, files in self.sources.items()},
+            "files_sha256": digest.hexdigest(),
+        }
+
+    def document(self, number: int) -> Document:
+        """The document of this number, from 0; there is no last one."""
+        rng = random.Random(f"{self.seed} {number}")
+        kind = rng.choices(list(KINDS), weights=list(KINDS.values()))[0]
+        low, high = map(math.log, self.tokens)
+        tokens = round(math.exp(rng.uniform(low, high)))
+        characters = CHARACTERS_PER_TOKEN * tokens
+        if kind == "joined":
+            first, second = rng.sample(list(self.sources), 2) if len(self.sources) > 1 else 2 * list(self.sources)
+            begin, begun = self._piece(rng, first, round(characters * rng.uniform(0.1, 0.4)))
+            end, ended = self._piece(rng, second, characters)
+            return Document(f"{begin}\n\n{end}", tokens, kind, begun + ended, self.split)
+        text, files = self._piece(rng, rng.choice(list(self.sources)), characters)
+        if kind != "text":
+            text = GENERATORS[kind](rng, Names(rng, self.split == "held_out", text), text)
+        return Document(text, tokens, kind, files, self.split)
+
+    def _piece(self, rng: random.Random, source: str, characters: int) -> tuple[str, tuple[str, ...]]:
+        """Whole lines from a random place of a file, and from other files of the source till it is enough."""
+        files = self.sources[source]
+        bounds = list(itertools.accumulate(min(file.characters, LONGEST_SHARE) for file in files))
+        pieces: list[str] = []
+        names: dict[str, None] = {}
+        missing = characters
+        while missing > 0:
+            file = rng.choices(files, cum_weights=bounds)[0]
+            text = read_text(file.path)
+            start = text.find("\n", rng.randrange(max(1, len(text) - missing // 2))) + 1
+            piece = text[start : start + missing].strip("\n")
+            if piece:
+                pieces.append(piece)
+                names[file.name] = None
+            missing -= len(piece) + 2
+        return "\n\n".join(pieces), tuple(names)
+
+
+def own_name(path: Path) -> str:
+    """A file's name without folders and without ``.gz``: the same from wherever its folder is given."""
+    return path.name.removesuffix(".gz")
+
+
+def read_text(path: Path) -> str:
+    """A file's text, unpacked, with line feeds only."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return data.decode("utf-8-sig").replace("\r\n", "\n")
+
+
+def read_folders(folders: Sequence[str | Path]) -> list[TextFile]:
+    """All text files in the folders, in the order of their names; see `Corpus`."""
+    roots = sorted((Path(folder).resolve() for folder in folders), key=lambda root: root.name)
+    for root, other in itertools.pairwise(roots):
+        if root.name == other.name:
+            raise InvalidInputError(f"expected folders of different names, got {root} and {other}: rename one")
+    found: dict[str, TextFile] = {}
+    unreadable: list[str] = []
+    for root in roots:
+        if not root.is_dir():
+            raise InvalidInputError(f"expected a folder of text files, but {root} is none")
+        paths = (path for path in root.rglob("*") if own_name(path).endswith(SUFFIXES) and path.is_file())
+        for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+            name = f"{root.name}/{path.relative_to(root).as_posix()}"
+            try:
+                text = read_text(path)
+            except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error):
+                unreadable.append(name)
+                continue
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            if len(text) >= LEAST_CHARACTERS:
+                found.setdefault(digest, TextFile(name, path, len(text), digest))
+    if unreadable:
+        warnings.warn(
+            f"left out {len(unreadable)} files that are no text in UTF-8: {', '.join(unreadable[:3])}"
+            + (", …" if len(unreadable) > 3 else ""),
+            ProxyKVWarning,
+            stacklevel=3,
+        )
+    return sorted(found.values(), key=lambda file: file.name)

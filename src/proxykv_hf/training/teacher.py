@@ -1,0 +1,232 @@
+"""The teacher: KVzip's scores (arXiv 2505.23416) of a corpus, computed on the target itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..cache import ProxyPrunedCache
+from ..chat import chat_affixes, encode
+from ..errors import InvalidInputError, ShardError
+from ..geometry import ModelGeometry, weights_fingerprint
+from ..reconstruction import RECIPE, repeat_inputs
+from ..retention import RetentionPolicy
+from ..scorers.kvzip import KVzipScorer
+from .corpus import Corpus, Split
+from .shards import DOCUMENTS_PER_SHARD, ScoredDocument, ShardFolder
+
+
+def score_corpus(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Corpus,
+    documents: int,
+    out: str | Path,
+    *,
+    target_id: str,
+    revision: str | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+    progress: bool = True,
+) -> None:
+    """Score the first documents of a corpus into a folder of shards, see `shards`.
+
+    Shards that are there are not made again, documents of one that was begun neither. A folder takes more
+    documents of the same corpus later.
+
+    Args:
+        model: The target.
+        tokenizer: Its tokenizer.
+        corpus: Where the documents come from.
+        documents: How many.
+        out: The folder.
+        target_id: What the manifest calls the target: its Hub id, or a folder.
+        revision: Its revision on the Hub.
+        process_index: Which of the processes that share the work this is, from 0.
+        process_count: How many they are; each makes every shard whose number, divided by this, leaves its index.
+        progress: Show a bar.
+
+    Raises:
+        InvalidInputError: No documents wanted, or the target has too few positions for the longest; before
+            any work.
+        ShardError: The folder holds shards of another target, recipe or corpus, or one that is damaged.
+    """
+    if documents < 1:
+        raise InvalidInputError(f"documents: expected at least 1, got {documents}")
+    prefix = encode(tokenizer, chat_affixes(tokenizer)[0])
+    _check_positions(model, tokenizer, len(prefix), corpus.tokens[1])
+
+    def score(number: int) -> ScoredDocument:
+        document = corpus.document(number)
+        ids = prefix + encode(tokenizer, document.text)[: document.tokens]
+        return ScoredDocument(
+            name=_name(number),
+            input_ids=torch.tensor(ids, dtype=torch.int32),
+            scores=teacher_scores(model, tokenizer, ids, len(prefix)),
+            kind=document.kind,
+            sources=document.sources,
+            split=document.split,
+        )
+
+    folder = ShardFolder(
+        out, _identity(model, target_id, revision, str(model.dtype).removeprefix("torch."), corpus.recipe())
+    )
+    _fill(folder, documents, score, process_index, process_count, progress)
+
+
+def teacher_scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, input_ids: list[int], prefix_tokens: int
+) -> Tensor:
+    """KVzip's scores of a prompt behind its chat prefix, `[L, H, N]`, float16, on the CPU."""
+    ids = torch.tensor([input_ids])
+    with ProxyPrunedCache(model, KVzipScorer(tokenizer), RetentionPolicy(1.0), strict=True) as cache:
+        scores = cache.prefill(ids, context=(prefix_tokens, len(input_ids)), prune=False)["kvzip"]
+    return scores[0, :, :, prefix_tokens:].half().cpu().contiguous()
+
+
+def import_folder(
+    source: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out: str | Path,
+    *,
+    target_id: str,
+    revision: str | None = None,
+    split: Split = "train",
+    process_index: int = 0,
+    process_count: int = 1,
+    progress: bool = True,
+) -> None:
+    """Turn scores made elsewhere, one safetensors file a document, into shards.
+
+    Each file holds ``input_ids`` `[P + N]`, ``scores`` `[L, H, N]`, and as metadata ``kind``, ``recipe`` and
+    ``prefix_tokens``. That they are the target's is taken on trust, as far as shapes, recipe and chat prefix
+    do not tell otherwise.
+
+    Args:
+        source: The folder of these files, taken in the order of their names.
+        model: The target.
+        tokenizer: Its tokenizer.
+        out: The folder of shards.
+        target_id: See `score_corpus`, as for the others.
+        revision: The same.
+        split: What the documents are used for.
+        process_index: The same.
+        process_count: The same.
+        progress: The same.
+
+    Raises:
+        InvalidInputError: There is no such file.
+        ShardError: A file is damaged, or not of this target or recipe; or see `score_corpus`.
+    """
+    paths = sorted(Path(source).glob("*.safetensors"))
+    if not paths:
+        raise InvalidInputError(f"expected a folder of safetensors files to import, found none in {source}")
+    prefix = encode(tokenizer, chat_affixes(tokenizer)[0])
+    geometry = ModelGeometry.from_config(model.config)
+    digest = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths))
+    corpus = {"imported_sha256": digest.hexdigest(), "documents": len(paths), "split": split}
+
+    def read(number: int) -> ScoredDocument:
+        ids, scores, kind = _read_foreign(paths[number])
+        heads = (geometry.num_layers, geometry.num_key_value_heads)
+        if tuple(scores.shape[:2]) != heads or ids[: len(ids) - scores.shape[2]].tolist() != prefix:
+            raise ShardError(
+                f"{paths[number]}: expected scores [{heads[0]}, {heads[1]}, N] behind the target's chat prefix of "
+                f"{len(prefix)} tokens, got {list(scores.shape)} for {len(ids)} tokens: another target's?"
+            )
+        return ScoredDocument(_name(number), ids.int(), scores.half(), kind, (paths[number].name,), split)
+
+    folder = ShardFolder(out, _identity(model, target_id, revision, None, corpus))
+    _fill(folder, len(paths), read, process_index, process_count, progress)
+
+
+def _read_foreign(path: Path) -> tuple[Tensor, Tensor, str]:
+    """Ids `[P + N]`, scores `[L, H, N]` and the kind."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            ids, scores = file.get_tensor("input_ids"), file.get_tensor("scores")
+    except SafetensorError as error:
+        raise ShardError(f"{path} is no whole file of scores ({error}): leave it out") from error
+    if metadata.get("recipe") != RECIPE:
+        raise ShardError(f"{path}: expected scores of recipe {RECIPE}, got {metadata.get('recipe')!r}")
+    if scores.dim() != 3 or metadata.get("prefix_tokens") != str(len(ids) - scores.shape[2]):
+        raise ShardError(
+            f"{path}: expected scores [L, H, N] and prefix_tokens that make up {len(ids)} tokens, got "
+            f"{list(scores.shape)} and {metadata.get('prefix_tokens')!r}"
+        )
+    return ids, scores, metadata.get("kind", "unknown")
+
+
+def _name(number: int) -> str:
+    return f"doc-{number:06d}"
+
+
+def _identity(
+    model: PreTrainedModel, target_id: str, revision: str | None, dtype: str | None, corpus: dict[str, Any]
+) -> dict[str, Any]:
+    """What shards are made from; ``dtype`` is what the target computed in, where that is known."""
+    target = {
+        "id": target_id,
+        "revision": revision,
+        "geometry": ModelGeometry.from_config(model.config).to_dict(),
+        "weights": weights_fingerprint(model),
+        "dtype": dtype,
+    }
+    return {"target": target, "score_recipe": RECIPE, "corpus": corpus}
+
+
+def _check_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prefix: int, longest: int) -> None:
+    """Refuse documents that KVzip has no positions to repeat in."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    repeated = max(len(ids) for _, _, ids in repeat_inputs(tokenizer, torch.zeros(longest, dtype=torch.long)))
+    needed = prefix + longest + repeated
+    if limit is not None and needed > limit:
+        raise InvalidInputError(
+            f"tokens: the longest documents, of {longest} tokens, take {needed} positions to read and repeat, and the "
+            f"target has {limit}: ask for shorter ones"
+        )
+
+
+def _fill(
+    folder: ShardFolder,
+    documents: int,
+    make: Callable[[int], ScoredDocument],
+    process_index: int,
+    process_count: int,
+    progress: bool,
+) -> None:
+    """Make what is missing of this process's shards, keeping each document at once."""
+    from tqdm import tqdm
+
+    begun: dict[int, list[ScoredDocument]] = {}
+    wanted: dict[int, range] = {}
+    there = 0
+    for shard in range(process_index, -(-documents // DOCUMENTS_PER_SHARD), process_count):
+        numbers = range(shard * DOCUMENTS_PER_SHARD, min(documents, (shard + 1) * DOCUMENTS_PER_SHARD))
+        ready = folder.begun(shard, len(numbers))
+        if not folder.is_finished(shard):
+            begun[shard], wanted[shard] = ready, numbers[len(ready) :]
+        there += min(len(ready), len(numbers))
+    with tqdm(
+        total=there + sum(map(len, wanted.values())),
+        initial=there,
+        desc="documents" if process_count == 1 else f"documents, process {process_index + 1} of {process_count}",
+        position=process_index,
+        disable=not progress,
+    ) as bar:
+        for shard, numbers in wanted.items():
+            ready = begun.pop(shard)
+            for number in numbers:
+                ready.append(make(number))
+                folder.keep(shard, ready)
+                bar.update()
+            folder.finish(shard)
