@@ -18,15 +18,15 @@ PACKAGE = ROOT / "src" / "proxykv_hf"
 #: A file imports only from levels below its own.
 LEVELS = {
     0: ["errors", "_compat"],
-    1: ["geometry", "retention", "storage", "prompt", "chat", "report", "lane", "logits"],
-    2: ["attention", "inputs", "ragged", "scorers.base"],
+    1: ["geometry", "retention", "storage", "prompt", "chat", "report", "lane", "logits", "meter", "benchmark_report"],
+    2: ["attention", "inputs", "ragged", "scorers.base", "benchmark_prompt"],
     3: ["layers", "reconstruction"],
     4: ["features", "prefill", "pruning", "snapshot"],
     5: ["cache", "dynamic", "mapper"],
     6: ["scorers.fixed", "scorers.head_prior", "scorers.on_lane", "scorers.kvzip", "scorers.random", "scorers.snapkv"],
     7: ["scorers.proxy", "scorers.static_alignment"],
     8: ["model_card", "pretrained"],
-    9: ["generation"],
+    9: ["generation", "benchmark"],
     10: ["__init__", "cli", "scorers.__init__"],
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names}
