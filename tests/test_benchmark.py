@@ -8,6 +8,7 @@ import re
 import statistics
 import sys
 
+import decode_attention
 import pytest
 import torch
 from test_proxy import make_mapper
@@ -238,3 +239,33 @@ def test_the_peak_is_what_was_taken_beyond_before_even_if_given_back(monkeypatch
     monkeypatch.setattr(meter, "_PROCESS", tmp_path / "nothing")
     assert meter.PeakMemory(cpu).bytes() is None
     del held
+
+
+def lines(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+
+def test_ragged_heads_are_timed_against_padded_ones(capsys):
+    decode_attention.main("ragged --tokens 64 --heads 4 --group 2 --head-dim 16 --queries 1 3 --repeats 2".split())
+    rows = lines(capsys)
+    assert [(row["spread"], row["queries"]) for row in rows] == [
+        ("linear", 1), ("linear", 3), ("geometric", 1), ("geometric", 3),
+    ]  # fmt: skip
+    assert decode_attention.head_lengths("linear", 4, 64) == [1, 22, 43, 64]
+    assert decode_attention.head_lengths("geometric", 4, 64) == [1, 4, 16, 64]
+    assert [row["kept_bytes"] for row in rows] == [2 * 4 * 16 * total for total in (130, 130, 85, 85)]
+    assert all(row["is_sum_of_lengths"] and row["largest_difference"] < 1e-5 and row["ratio"] > 0 for row in rows)
+
+
+def test_allocations_are_compared_at_equal_bytes(capsys):
+    decode_attention.main("allocation --tokens 100 --repeats 2 --new-tokens 3".split())
+    ragged, uniform = lines(capsys)
+    assert (ragged["allocation"], uniform["allocation"], uniform["over_uniform"]) == ("global", "uniform", 1)
+    assert ragged["kept_bytes"] == pytest.approx(uniform["kept_bytes"], rel=0.01)
+
+
+def test_bytes_are_within_two_percent_of_the_budget(capsys):
+    decode_attention.main("bytes --tokens 400".split())
+    rows = lines(capsys)
+    assert [row["ratio"] for row in rows] == [0.05, 0.1, 0.2, 0.3, 0.5]
+    assert all(99.5 < row["percent_of_budget"] < 102 for row in rows)
