@@ -9,6 +9,7 @@ import statistics
 import sys
 
 import decode_attention
+import gpu_check
 import pytest
 import torch
 from test_proxy import make_mapper
@@ -239,6 +240,37 @@ def test_the_peak_is_what_was_taken_beyond_before_even_if_given_back(monkeypatch
     monkeypatch.setattr(meter, "_PROCESS", tmp_path / "nothing")
     assert meter.PeakMemory(cpu).bytes() is None
     del held
+
+
+def test_the_check_for_gpus_runs_on_tiny_models(capsys, tmp_path):
+    out = tmp_path / "gpu.json"
+    assert gpu_check.main(["--tiny", "--repeats", "1", "--out", str(out)]) == 0
+    results = json.loads(out.read_text())
+    assert all(check.get("is_right", True) for check in results["header"]["checks"])
+    assert {(row["length"], row["method"]) for row in results["rows"]} == {
+        (256, "kvzip"),
+        *(
+            (length, method)
+            for length in (256, 512)
+            for method in ("full", "proxykv:overlap", "proxykv:proxy_first", "proxykv:sequential")
+        ),
+    }
+    assert "512 tokens, medians of 1:" in capsys.readouterr().out
+
+
+def test_the_check_for_gpus_fails_when_something_is_wrong(monkeypatch, capsys):
+    wrong = {"check": "ragged attention", "largest_difference": 1.0, "is_right": False}
+    monkeypatch.setattr(gpu_check, "check_attention", lambda *_: wrong)
+    monkeypatch.setattr(gpu_check, "check_order", lambda *_: {})
+    monkeypatch.setattr(gpu_check, "runs", lambda *_: iter(()))
+    assert gpu_check.main(["--tiny"]) == 1
+    assert "something is wrong" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_check_for_gpus_says_that_there_is_none(capsys):
+    assert gpu_check.main([]) == 2
+    assert "finds no CUDA GPU" in capsys.readouterr().err
 
 
 def lines(capsys):
