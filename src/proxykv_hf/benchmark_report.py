@@ -15,7 +15,7 @@ from .errors import InvalidInputError
 #: A row of the Markdown table: heading, key of the summary, format.
 COLUMNS = (
     ("method", "method", ""),
-    ("prefill to pruned, s", "seconds", ".2f"),
+    ("prefill to pruned, s", "seconds", ".3f"),
     ("of kvzip's", "seconds_over_kvzip", ".2f"),
     ("of full's", "seconds_over_full", ".2f"),
     ("decode, tokens/s", "tokens_per_second", ".1f"),
