@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxykv_hf import cli
+from proxykv_hf.commands import models
 
 
 def run(capsys, *arguments):
@@ -61,8 +62,8 @@ def test_wrong_options_show_the_usage(capsys, arguments):
 
 
 def test_names_that_are_not_ours_go_to_transformers(tmp_path):
-    assert cli._resolve("someone/some-model") == "someone/some-model"
-    assert cli._resolve(str(tmp_path)) == str(tmp_path)
+    assert models.resolve("someone/some-model") == "someone/some-model"
+    assert models.resolve(str(tmp_path)) == str(tmp_path)
 
 
 def test_the_version_is_told(capsys):

@@ -26,10 +26,18 @@ LEVELS = {
     6: ["scorers.fixed", "scorers.head_prior", "scorers.on_lane", "scorers.kvzip", "scorers.random", "scorers.snapkv"],
     7: ["scorers.proxy", "scorers.static_alignment"],
     8: ["model_card", "pretrained"],
-    9: ["generation", "training.generated", "training.shards"],
-    10: ["training.corpus"],
+    9: [
+        "generation",
+        "training.generated",
+        "training.shards",
+        "benchmark.meter",
+        "benchmark.prompt",
+        "benchmark.report",
+    ],
+    10: ["training.corpus", "benchmark.measure", "commands.models"],
     11: ["training.teacher"],
-    12: ["__init__", "cli", "scorers.__init__", "training.__init__"],
+    12: ["commands.bench", "commands.generate", "commands.teacher"],
+    13: ["__init__", "benchmark.__init__", "cli", "commands.__init__", "scorers.__init__", "training.__init__"],
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names}
 

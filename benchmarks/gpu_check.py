@@ -1,0 +1,266 @@
+"""Is it right and is it fast on this GPU? One command, sized for five minutes, nothing to download.
+
+    python benchmarks/gpu_check.py --out gpu_check.json
+
+Random weights at real geometries, in bfloat16: a target like Qwen2.5-7B, as proxy the first 14 layers of one like
+Qwen2.5-1.5B. First what must be right: attention over ragged heads against a float32 reference, and scores
+from the lane, under artificial delays, against scores computed without one. Then what it costs at 16k and 64k
+tokens: prefill until pruned for every schedule (kvzip at 16k only), decoding, peak memory, and the share of the
+proxy's time that the target hides. Status 1 if something is wrong, 2 without a GPU. ``--tiny`` runs the same on
+tiny models, on a CPU too, where what needs CUDA events is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+# Before torch starts cuBLAS: products are bitwise the same on every stream.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from decode_attention import head_lengths, padded_attention, ragged_pair
+from random_models import byte_tokenizer, random_mapper, random_proxy, random_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from proxykv_hf import FeatureRecipe, ProxyPrunedCache, ProxyScorer, RetentionPolicy
+from proxykv_hf.benchmark.measure import Plan, environment, make_methods, runs, synchronize
+from proxykv_hf.benchmark.report import check_writable, markdown, summarize, write_results
+from proxykv_hf.features import decoder_layers, proxy_features
+from proxykv_hf.ragged import ragged_attention
+from proxykv_hf.storage import DenseStorage
+
+POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
+SCHEDULES = ("overlap", "proxy_first", "sequential")
+#: Of bfloat16 against float32, both absolute and relative: a difference may be this times one plus the value.
+TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One size of the check.
+
+    Args:
+        target, proxy: Names of `random_models.GEOMETRIES`.
+        recipe: What the mapper reads.
+        lengths: Prompts' tokens; kvzip runs at the first only.
+        order_tokens: Prompt of the check of the lane's order.
+        longest_head: Tokens of the longest head in the check of the attention.
+        new_tokens: Tokens decoded.
+        delay_cycles: How long a stream is held up, in the GPU's cycles.
+    """
+
+    target: str
+    proxy: str
+    recipe: FeatureRecipe
+    lengths: tuple[int, int]
+    order_tokens: int
+    longest_head: int
+    new_tokens: int
+    delay_cycles: int
+
+
+REAL = Setting(
+    target="qwen2.5-7b",
+    proxy="qwen2.5-1.5b",
+    recipe=FeatureRecipe(("hidden",), 14, (2, 6, 10, 14)),
+    lengths=(16384, 65536),
+    order_tokens=2048,
+    longest_head=8192,
+    new_tokens=32,
+    delay_cycles=10**8,
+)
+TINY = Setting(
+    target="tiny",
+    proxy="tiny-proxy",
+    recipe=FeatureRecipe(("hidden",), 2, (1, 2)),
+    lengths=(256, 512),
+    order_tokens=64,
+    longest_head=200,
+    new_tokens=4,
+    delay_cycles=10**6,
+)
+
+
+class TimedScorer(ProxyScorer):
+    """A proxy's scorer that can hold up its lane, and that on CUDA notes when the lane's work begins and ends."""
+
+    before: Callable[[], None] | None = None
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+    def score_row(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.before is not None:
+            self.before()
+        if self.proxy.device.type != "cuda":
+            return super().score_row(*args, **kwargs)
+        self.began = event()
+        scores = super().score_row(*args, **kwargs)
+        self.ended = event()
+        return scores
+
+
+def event() -> torch.cuda.Event:
+    """The moment that the current stream gets here."""
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
+
+
+def check_attention(setting: Setting, device: torch.device) -> dict[str, Any]:
+    """Ragged heads in bfloat16 against the same numbers padded, in float32."""
+    worst = 0.0
+    for spread in ("linear", "geometric"):
+        for queries in (1, 16):
+            lengths = head_lengths(spread, 4, setting.longest_head)
+            query, ragged, padded, mask = ragged_pair(lengths, 7, 128, queries, device, torch.bfloat16)
+            reference = padded_attention(query.float(), DenseStorage(padded.keys.float(), padded.values.float()), mask)
+            ours = ragged_attention(query, ragged, None)
+            worst = max(worst, float(((ours.float() - reference).abs() / (1 + reference.abs())).max()))
+    return {"check": "ragged attention", "largest_difference": worst, "is_right": worst <= TOLERANCE}
+
+
+def check_order(target: PreTrainedModel, scorer: TimedScorer, setting: Setting, repetitions: int) -> dict[str, Any]:
+    """Scores from the lane, now the lane and now the target held up, against scores computed without a lane.
+
+    Every repetition has a prompt of its own: what a wrong order would read is not what is right.
+    """
+    device, worst = target.device, 0.0
+
+    def delay() -> None:
+        if device.type == "cuda":
+            torch.cuda._sleep(setting.delay_cycles)
+        else:
+            time.sleep(1e-3)
+
+    for repetition in range(repetitions):
+        ids = random_ids(scorer, setting.order_tokens, seed=1 + repetition).to(device)
+        features = proxy_features(scorer.proxy, ids[0], scorer.mapper.config.feature_recipe)
+        expected = scorer.mapper(features[None])
+        synchronize(device)
+        scorer.before = delay if repetition % 2 else None
+        options: dict[str, Any] = {"schedule": SCHEDULES[repetition % len(SCHEDULES)]}
+        with ProxyPrunedCache(target, scorer, POLICY, strict=True, **options) as cache:
+            if scorer.before is None:
+                delay()
+                ids = ids.clone()  # there only once the target's stream gets to it
+            scores = cache.prefill(ids)["proxykv"]
+            worst = max(worst, float((scores - expected).abs().max() / expected.std()))
+    scorer.before = None
+    return {
+        "check": "order of the lane",
+        "repetitions": repetitions,
+        "largest_difference": worst,
+        "is_right": worst <= TOLERANCE,
+    }
+
+
+def measure_hidden(target: PreTrainedModel, scorer: TimedScorer, ids: Tensor, repeats: int) -> dict[str, Any]:
+    """The share of the proxy's time that the target hides, by CUDA events; medians of milliseconds.
+
+    ``(target alone + proxy alone - until both are done) / proxy alone``: 1 if the proxy costs nothing, 0 if it
+    costs as much as on its own.
+    """
+    taken: dict[str, list[float]] = {"target": [], "proxy": [], "both": []}
+    marks: dict[str, torch.cuda.Event] = {}
+    handles = [
+        decoder_layers(cast(PreTrainedModel, target.base_model))[0].register_forward_pre_hook(
+            lambda *_: marks.update(first=event())
+        ),
+        target.register_forward_hook(lambda *_: marks.update(last=event())),
+    ]
+    try:
+        for _ in range(repeats + 1):
+            for schedule in ("sequential", "overlap"):
+                options: dict[str, Any] = {"schedule": schedule}
+                origin = event()
+                with ProxyPrunedCache(target, scorer, POLICY, strict=True, **options) as cache:
+                    cache.prefill(ids)
+                synchronize(target.device)
+                if schedule == "sequential":
+                    taken["target"].append(marks["first"].elapsed_time(marks["last"]))
+                    taken["proxy"].append(scorer.began.elapsed_time(scorer.ended))
+                else:
+                    taken["both"].append(max(origin.elapsed_time(mark) for mark in (marks["last"], scorer.ended)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    middle = {name: statistics.median(values[1:]) for name, values in taken.items()}  # the first turn warms up
+    hidden = (middle["target"] + middle["proxy"] - middle["both"]) / middle["proxy"]
+    return {"check": "share of the proxy's time hidden", "tokens": ids.shape[1], "ms": middle, "hidden": hidden}
+
+
+def random_ids(scorer: ProxyScorer, tokens: int, seed: int = 0) -> Tensor:
+    """`[1, tokens]` of what the proxy, whose vocabulary is the smaller one, can read."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, scorer.proxy.config.vocab_size, (1, tokens), generator=generator)
+
+
+def check(setting: Setting, device: torch.device, repeats: int, out: Path | None) -> bool:
+    """Run everything, print it as it comes; whether all is right."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    header = environment(device) | {
+        "target": setting.target,
+        "proxy": setting.proxy,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    print(json.dumps(header))
+    target = random_target(setting.target, device, dtype)
+    proxy = random_proxy(setting.proxy, setting.recipe.proxy_layers, device, dtype)
+    scorer = TimedScorer(proxy, random_mapper(target, proxy, setting.proxy, setting.recipe))
+
+    def report(result: dict[str, Any]) -> dict[str, Any]:
+        print(json.dumps(result), flush=True)
+        return result
+
+    checks = [report(check_attention(setting, device)), report(check_order(target, scorer, setting, 20))]
+    tokenizer, rows = byte_tokenizer(), []
+    ids = random_ids(scorer, max(setting.lengths) + 1)
+    for length in setting.lengths:
+        names = ["full", *(f"proxykv:{schedule}" for schedule in SCHEDULES)]
+        if length == setting.lengths[0]:
+            names.append("kvzip")
+        plan = Plan(tuple(names), (length,), POLICY, repeats, setting.new_tokens)
+        for row in runs(plan, make_methods(plan, tokenizer, scorer), target, None, ids):
+            rows.append(row)
+            print(f"{length} {row['method']} {row['seconds']:.2f} s", file=sys.stderr)
+        if device.type == "cuda":
+            checks.append(report(measure_hidden(target, scorer, ids[:, :length].to(device), repeats)))
+        else:
+            print("left out without CUDA: the share of the proxy's time that is hidden", file=sys.stderr)
+    if out is not None:
+        write_results(out, header | {"checks": checks}, rows)
+    print(markdown(summarize(rows)))
+    return all(result.get("is_right", True) for result in checks)
+
+
+@torch.no_grad()
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on whatever device there is")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON with all rows")
+    arguments = parser.parse_args(given)
+    if not torch.cuda.is_available() and not arguments.tiny:
+        print("gpu_check: torch finds no CUDA GPU here; --tiny runs the same code on tiny models", file=sys.stderr)
+        return 2
+    if arguments.out is not None:
+        check_writable(arguments.out)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if check(TINY if arguments.tiny else REAL, device, arguments.repeats, arguments.out):
+        return 0
+    print("gpu_check: something is wrong, see is_right above", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Seconds and bytes of ways to prefill, prune and decode."""

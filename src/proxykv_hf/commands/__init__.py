@@ -1,0 +1,1 @@
+"""What ``proxykv`` can do, a file for each command; see `cli`."""

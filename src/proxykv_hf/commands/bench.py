@@ -1,0 +1,115 @@
+"""``proxykv bench``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from ..benchmark.measure import METHODS, Plan, environment, make_methods, runs, target_threads
+from ..benchmark.prompt import prompt_ids
+from ..benchmark.report import check_writable, markdown, plot, summarize, write_results
+from ..errors import InvalidInputError
+from ..pretrained import SELF_PROXY, load_mapper, load_proxy_scorer
+from ..retention import RetentionPolicy
+from .models import DTYPES, add_target, device_and_dtype, load, optional, resolve, target_named
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure seconds and bytes of prefill, prune and decoding",
+        description="Measure methods side by side: seconds until the prompt is pruned, decoded tokens a second, bytes.",
+    )
+    add_target(parser)
+    parser.add_argument("--mapper", help="a folder or Hub id, for the methods proxykv")
+    parser.add_argument("--proxy", help="like --target; by default the one that the mapper's config names")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024], metavar="N", help="prompts' tokens")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["full", "kvzip", "snapkv"],
+        metavar="METHOD",
+        help=f"some of {', '.join(METHODS)}",
+    )
+    parser.add_argument("--retention-ratio", type=float, default=0.3, help="share of KV pairs kept (default: 0.3)")
+    parser.add_argument("--allocation", choices=("global", "uniform"), default="global")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded after each prompt (default: 32)")
+    parser.add_argument("--threads", type=int, help="CPU threads of the target")
+    parser.add_argument("--proxy-threads", type=int, help="CPU threads of the proxy's lane")
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--text", type=Path, help="a file whose start is the prompt (default: made-up records)")
+    parser.add_argument("--out", type=Path, required=True, help="JSON with all rows; written after every repeat")
+    parser.add_argument("--plot", type=Path, help="a PNG (wants the extra 'plot')")
+    parser.set_defaults(run=run)
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    """The plan, once all is checked that needs no model."""
+    policy = RetentionPolicy(arguments.retention_ratio, allocation=arguments.allocation, sink_tokens=0, recent_tokens=0)
+    plan = Plan(tuple(arguments.methods), tuple(arguments.lengths), policy, arguments.repeats, arguments.new_tokens)
+    for option, threads in (("--threads", arguments.threads), ("--proxy-threads", arguments.proxy_threads)):
+        if threads is not None and threads < 1:
+            raise InvalidInputError(f"{option}: expected at least 1, got {threads}")
+    if plan.needs_proxy and arguments.mapper is None:
+        raise InvalidInputError("the methods proxykv want a trained mapper: give --mapper FOLDER")
+    check_writable(arguments.out)
+    if arguments.plot is not None:
+        check_writable(arguments.plot)
+        optional("matplotlib", "plot")
+    return plan
+
+
+def run(arguments: argparse.Namespace) -> None:
+    plan = _plan(arguments)
+    tqdm = optional("tqdm", "models").tqdm
+    device, dtype = device_and_dtype(arguments.device, arguments.dtype)
+    text = None if arguments.text is None else arguments.text.read_text(encoding="utf-8")
+    folder = resolve(arguments.target)
+
+    with target_named(arguments.target):
+        tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    ids = prompt_ids(tokenizer, max(plan.lengths) + 1, text)
+    mapper = load_mapper(arguments.mapper) if plan.needs_proxy else None
+    proxy = None if arguments.proxy is None else resolve(arguments.proxy)
+    proxy_config = None
+    if proxy is not None:
+        proxy_config = AutoConfig.from_pretrained(proxy)
+    elif mapper is not None and mapper.config.proxy_id != SELF_PROXY:
+        named = mapper.config
+        proxy_config = AutoConfig.from_pretrained(str(named.proxy_id), revision=named.proxy_revision or "main")
+    plan.check_positions(ids, tokenizer, config, proxy_config)
+
+    target, _ = load(arguments.target, device, dtype)
+    scorer = None
+    if mapper is not None:
+        scorer = load_proxy_scorer(mapper, target=target, proxy=proxy, threads=arguments.proxy_threads)
+    methods = make_methods(plan, tokenizer, scorer)
+    rows: list[dict[str, Any]] = []
+    with target_threads(arguments.threads):
+        header = environment(device) | {
+            "command": arguments.command_line,
+            "target": arguments.target,
+            "mapper": arguments.mapper,
+            "proxy": arguments.proxy or (None if mapper is None else mapper.config.proxy_id),
+            "dtype": str(dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "proxy_threads": arguments.proxy_threads,
+            "policy": plan.policy.to_dict(),
+            "batch": 1,
+            "new_tokens": plan.new_tokens,
+        }
+        total = plan.repeats * plan.runs_per_repeat
+        for row in tqdm(runs(plan, methods, target, tokenizer, ids), total=total, desc="runs"):
+            rows.append(row)
+            if len(rows) % plan.runs_per_repeat == 0:
+                write_results(arguments.out, header, rows)
+    summary = summarize(rows)
+    print(markdown(summary))
+    if arguments.plot is not None:
+        plot(summary, arguments.plot, f"{arguments.target}, {header['device']}, {header['dtype']}")

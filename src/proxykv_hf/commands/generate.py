@@ -1,0 +1,102 @@
+"""``proxykv generate``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._compat import cache_keyword
+from ..cache import ProxyPrunedCache
+from ..chat import chat_affixes, encode
+from ..errors import InvalidInputError
+from ..retention import RetentionPolicy
+from ..scorers.base import Scorer
+from ..scorers.kvzip import KVzipScorer
+from ..scorers.random import RandomScorer
+from ..scorers.snapkv import SnapKVScorer
+from .models import add_target, device_and_dtype, load
+
+SCORERS: dict[str, Callable[[], Scorer]] = {"kvzip": KVzipScorer, "snapkv": SnapKVScorer, "random": RandomScorer}
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="answer questions about a document from a pruned cache",
+        description="Prefill a document once, prune its cache without having seen the questions, answer them.",
+    )
+    parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="the document; - (default) is stdin")
+    add_target(parser)
+    parser.add_argument("--question", required=True, action="append", help="may be given several times")
+    parser.add_argument(
+        "--scorer", choices=sorted(SCORERS), default="kvzip", help="what rates the KV pairs (default: kvzip)"
+    )
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--retention-ratio", type=float, help="share of KV pairs kept, in (0, 1] (default: 0.3)")
+    budget.add_argument("--max-tokens", type=int, help="instead: context tokens kept per head, on average")
+    parser.add_argument("--allocation", choices=("global", "uniform"), default="global")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="length of an answer (default: 64)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    ratio = arguments.retention_ratio
+    policy = RetentionPolicy(
+        retention_ratio=0.3 if ratio is None and arguments.max_tokens is None else ratio,
+        max_tokens=arguments.max_tokens,
+        allocation=arguments.allocation,
+    )
+    if arguments.max_new_tokens < 1:
+        raise InvalidInputError(f"--max-new-tokens: expected at least 1, got {arguments.max_new_tokens}")
+    try:
+        document = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"expected text in UTF-8, but {arguments.file} is none: {error}") from error
+    if not document.strip():
+        raise InvalidInputError(f"expected a document, but {arguments.file} is empty")
+
+    device, dtype = device_and_dtype()
+    model, tokenizer = load(arguments.target, device, dtype)
+    before, after = chat_affixes(tokenizer)
+    prefix, context = encode(tokenizer, before), encode(tokenizer, document)
+    turns = [encode(tokenizer, f"\n\n{question}{after}") for question in arguments.question]
+    longest = len(prefix) + len(context) + max(map(len, turns)) + arguments.max_new_tokens
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise InvalidInputError(
+            f"document, question and answer take {longest} tokens and {arguments.target} has {limit} positions: "
+            "give a shorter document, or a model for longer ones"
+        )
+    prompt = torch.tensor([prefix + context], device=device)
+    print(f"Reading {prompt.shape[1]} tokens …", file=sys.stderr)
+    answers = []
+    with ProxyPrunedCache(model, SCORERS[arguments.scorer](), policy, tokenizer=tokenizer) as cache:
+        cache.prefill(prompt, context=(len(prefix), prompt.shape[1]))
+        for question, turn in zip(arguments.question, turns, strict=True):
+            ids = torch.cat([prompt, torch.tensor([turn], device=device)], dim=1)
+            with cache.fork() as fork:
+                out = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    max_new_tokens=arguments.max_new_tokens,
+                    pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+                    **{cache_keyword(model): fork},
+                )
+            answer = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+            answers.append({"question": question, "answer": answer})
+            if not arguments.json:
+                print(answer)
+        report = cache.report()
+    if arguments.json:
+        settings = {"target": arguments.target, "scorer": arguments.scorer, "policy": policy.to_dict()}
+        print(json.dumps(settings | {"answers": answers, "report": report.to_dict()}))
+    else:
+        print(f"\n{report}")

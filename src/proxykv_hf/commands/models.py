@@ -1,0 +1,113 @@
+"""The models that commands are given by name, and where they run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..errors import InvalidInputError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The option ``--target``."""
+    parser.add_argument(
+        "--target",
+        required=True,
+        help=f"a folder, a Hub id, or in a checkout a short name ({', '.join(example_names()) or 'none here'})",
+    )
+
+
+def load(target: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A model in eval mode and its tokenizer.
+
+    Raises:
+        InvalidInputError: There is none of this name.
+    """
+    folder = resolve(target)
+    with target_named(target):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
+    return model, tokenizer
+
+
+@contextlib.contextmanager
+def target_named(target: str) -> Iterator[None]:
+    """Say what ``--target`` may be if what is done inside finds no model there."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        names = example_names()
+        known = f"; short names here: {', '.join(names)}" if names else ""
+        raise InvalidInputError(
+            f"--target: expected a folder with a model or an id that the Hub has, got {target!r}{known} "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tuple[torch.device, torch.dtype]:
+    """What was asked for, or a GPU and bfloat16 where there is one, and float32 on a CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:  # torch's own words for an unknown device and a missing one
+        raise InvalidInputError(
+            f"--device: expected one that torch finds here, got {device!r} ({str(error).splitlines()[0]})"
+        ) from error
+    return place, getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32"))
+
+
+def optional(module: str, extra: str) -> Any:
+    """A module that only an extra of the package installs.
+
+    Raises:
+        InvalidInputError: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InvalidInputError(f"expected {module} to be installed: pip install 'proxykv-hf[{extra}]'") from error
+
+
+def _example_models() -> Any:
+    """The module ``examples/models.py``, which a checkout has, or None."""
+    path = Path(__file__).resolve().parents[3] / "examples" / "models.py"
+    spec = importlib.util.spec_from_file_location("proxykv_example_models", path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def example_names() -> list[str]:
+    """Short names that a checkout knows."""
+    models = _example_models()
+    return [] if models is None else sorted(models.MODELS)
+
+
+def resolve(target: str) -> str:
+    """A folder or Hub id as it is; in a checkout also a short name of ``examples/models.py``."""
+    if Path(target).exists() or target not in example_names():
+        return target
+    return str(_example_models().resolve(target))
+
+
+def public_name(target: str) -> str:
+    """The Hub id where ``target`` is a short name, else as it is."""
+    if Path(target).exists() or target not in example_names():
+        return target
+    return str(_example_models().MODELS[target].hub_id)

@@ -1,0 +1,81 @@
+"""``proxykv teacher``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from ..errors import InvalidInputError
+from ..training.corpus import Corpus
+from ..training.teacher import import_folder, score_corpus
+from .models import add_target, device_and_dtype, load, public_name
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "teacher",
+        help="score documents with KVzip: what mappers are trained on",
+        description="Score text and generated retrieval material with KVzip on a target, into a folder of shards. "
+        "Run again, it goes on where it stopped; the processes of `accelerate launch` or `torchrun` share the work.",
+    )
+    add_target(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--text",
+        type=Path,
+        action="append",
+        metavar="FOLDER",
+        help="text files (.txt, .md, .rst, .py, also .gz) to make documents of; may be given several times",
+    )
+    what.add_argument(
+        "--import",
+        type=Path,
+        dest="scores",
+        metavar="FOLDER",
+        help="instead: scores made elsewhere, one safetensors file a document, to be turned into shards",
+    )
+    parser.add_argument("--documents", type=int, default=256, help="how many (default: 256)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs=2,
+        default=(256, 2048),
+        metavar=("LEAST", "GREATEST"),
+        help="length of a document (default: 256 2048)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="other documents for every seed")
+    parser.add_argument(
+        "--split",
+        choices=("train", "held_out"),
+        default="train",
+        help="one text file in ten and its documents are held out (default: train)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    corpus = None
+    if arguments.text is not None:
+        if arguments.documents < 1:
+            raise InvalidInputError(f"--documents: expected at least 1, got {arguments.documents}")
+        corpus = Corpus(arguments.text, split=arguments.split, seed=arguments.seed, tokens=tuple(arguments.tokens))
+    state = PartialState(cpu=not torch.cuda.is_available())  # on CPUs it looks for other processes only so
+    try:
+        model, tokenizer = load(arguments.target, *device_and_dtype(str(state.device)))
+        common: dict[str, Any] = {
+            "target_id": public_name(arguments.target),
+            "revision": getattr(model.config, "_commit_hash", None),
+            "process_index": state.process_index,
+            "process_count": state.num_processes,
+        }
+        if corpus is None:
+            import_folder(arguments.scores, model, tokenizer, arguments.out, split=arguments.split, **common)
+        else:
+            score_corpus(model, tokenizer, corpus, arguments.documents, arguments.out, **common)
+    finally:
+        state.destroy_process_group()
