@@ -106,7 +106,7 @@ def test_an_interrupted_run_keeps_the_repeats_that_are_whole(bench, tmp_path, mo
         calls.append(None)
         if len(calls) == 2 + 2 + 2:  # two to warm up, a repeat of two, and one more
             raise KeyboardInterrupt
-        return measure(*args)
+        return once(*args)
 
     monkeypatch.setattr(measure, "measure", stopped)
     with pytest.raises(KeyboardInterrupt):

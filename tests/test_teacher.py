@@ -16,7 +16,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from proxykv_hf import InvalidInputError, KVzipScorer, ModelGeometry, ProxyPrunedCache, RetentionPolicy, ShardError, cli
 from proxykv_hf.chat import chat_affixes, encode
-from proxykv_hf.commands import teacher
+from proxykv_hf.commands import teacher as command
 from proxykv_hf.geometry import weights_fingerprint
 from proxykv_hf.reconstruction import RECIPE
 from proxykv_hf.training import shards, teacher
@@ -316,7 +316,7 @@ def test_the_command_line_scores_imports_and_refuses(model, corpus, whole, tmp_p
     (tmp_path / "empty").mkdir()
     assert cli.main([*common, "--text", str(tmp_path / "empty")]) == 2
     assert "expected text files" in capsys.readouterr().err
-    monkeypatch.setattr(teacher, "load", lambda target, device, dtype: (model, TOKENIZER))
+    monkeypatch.setattr(command, "load", lambda target, device, dtype: (model, TOKENIZER))
     assert cli.main([*common, *texts, *length, "--documents", str(DOCUMENTS)]) == 0
     assert contents(tmp_path / "out") == contents(whole)
     assert f"{DOCUMENTS}/{DOCUMENTS}" in capsys.readouterr().err
