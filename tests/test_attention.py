@@ -46,6 +46,8 @@ def test_ragged_attention_equals_the_plain_one(group, queries, tail, rows, way, 
     softcap = 3.0 if way == "softcap" else None
     if way == "in parts":
         monkeypatch.setattr(ragged, "LOGITS_LIMIT", 300)
+        monkeypatch.setattr(ragged, "LEAST_PART", 2)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     if way == "varlen":
         monkeypatch.setattr(ragged, "_suits_varlen", lambda *_: True)
         monkeypatch.setattr(ragged, "varlen_attention", lambda: plain_varlen)

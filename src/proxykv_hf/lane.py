@@ -15,12 +15,17 @@ T = TypeVar("T")
 class Job(Generic[T]):
     """Work under way on a lane."""
 
-    def __init__(self, work: Callable[[Callable[[], bool]], T], device: torch.device, threads: int | None) -> None:
-        self._work, self._device, self._threads = work, device, threads
+    def __init__(
+        self,
+        work: Callable[[Callable[[], bool]], T],
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        threads: int | None,
+    ) -> None:
+        self._work, self._device, self._stream, self._threads = work, device, stream, threads
         self._result: T | None = None
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
             # What the caller has queued so far, the prompt's copy to the device say, comes first.
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -98,7 +103,9 @@ class Lane:
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         self.device = device
         self.threads = threads
+        # One for all jobs: memory that a job frees is kept for the same stream.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def submit(self, work: Callable[[Callable[[], bool]], T]) -> Job[T]:
         """Start ``work`` and return at once. It is given a function that tells whether it was cancelled."""
-        return Job(work, self.device, self.threads)
+        return Job(work, self.device, self._stream, self.threads)

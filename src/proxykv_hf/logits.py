@@ -17,9 +17,10 @@ def scaled_logits(query: Tensor, key: Tensor, scaling: float | None, softcap: fl
 
     Returns: `[..., q, N]`.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.dtype == torch.float32:  # queries are fewer than logits
-        logits = torch.matmul(query * scale, key.transpose(-1, -2))
-    else:  # where scaling first would round
-        logits = torch.matmul(query, key.transpose(-1, -2)).float().mul_(scale)
-    return logits if softcap is None else (logits / softcap).tanh() * softcap
+    return logits(query * (query.shape[-1] ** -0.5 if scaling is None else scaling), key, softcap)
+
+
+def logits(query: Tensor, key: Tensor, softcap: float | None) -> Tensor:
+    """As `scaled_logits`, of queries (or keys: the product is the same, transposed) that are scaled already."""
+    products = torch.matmul(query, key.transpose(-1, -2)).float()
+    return products if softcap is None else (products / softcap).tanh() * softcap

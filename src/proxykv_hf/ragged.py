@@ -17,11 +17,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .logits import scaled_logits
+from .logits import logits
 from .storage import RaggedStorage
 
 #: Logits held at once, in elements.
 LOGITS_LIMIT = 1 << 23
+#: A sum of weighted values is shared between threads in parts of at least so many tokens, for at most so many rows.
+LEAST_PART, MOST_ROWS = 512, 32
 
 #: ``(query [S, 1, D], key [T, 1, D], value [T, 1, D], cu_q, cu_k, max_q, max_k, scale)`` to output
 #: `[S, 1, D]` and log-sum-exp of S elements.
@@ -41,53 +43,76 @@ def ragged_attention(
         query: `[B, Q, q, D]`, of the tail's last q columns.
         storage: Its block is seen by every query, its tail as ``attention_mask`` says.
         attention_mask: The tail's mask, see `tail_mask`.
-        scaling: See `scaled_logits`.
-        softcap: The same.
+        scaling: Factor of the dot product; ``D ** -0.5`` if None.
+        softcap: ``c`` of ``c * tanh(logits / c)`` (Gemma 2), or None.
 
     Returns: `[B, q, Q, Dv]`.
     """
     batch, _, queries, width = query.shape
     heads, columns = storage.keys.shape[1:3]
     scale = width**-0.5 if scaling is None else scaling
-    grouped = query.reshape(batch, heads, -1, width)  # [B, H, G*q, D]
-    tail = scaled_logits(grouped, storage.keys, scale, softcap)  # [B, H, G*q, T]
+    grouped = query.reshape(batch, heads, -1, width) * scale  # [B, H, G*q, D]
+    tail = logits(grouped, storage.keys, softcap)  # [B, H, G*q, T]
     if attention_mask is not None or queries > 1:  # one query alone sees the whole tail
         mask = tail_mask(attention_mask, batch, queries, columns, query.device)
         tail.unflatten(2, (-1, queries)).masked_fill_(~mask[:, None, None], -math.inf)
     if _suits_varlen(grouped, storage, softcap) and (varlen := varlen_attention()) is not None:
-        output = _all_heads(grouped, tail, storage, scale, varlen)
+        output = _all_heads(grouped, tail, storage, varlen)
     else:
         most = max(max(storage.block.lengths[row]) for row, _ in storage.members)
         step = max(1, LOGITS_LIMIT // (batch * (most + columns)))
         parts = zip(grouped.split(step, dim=2), tail.split(step, dim=2), strict=True)
-        output = torch.cat([_head_by_head(*part, storage, scale, softcap) for part in parts], dim=2)
+        outputs = [_head_by_head(*part, storage, softcap) for part in parts]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return output.view(batch, -1, queries, output.shape[-1]).transpose(1, 2).contiguous()
 
 
-def _head_by_head(grouped: Tensor, tail: Tensor, storage: RaggedStorage, scale: float, softcap: float | None) -> Tensor:
-    """Queries `[B, H, r, D]` and the tail's logits `[B, H, r, T]` to the output `[B, H, r, Dv]`."""
-    columns, dtype = tail.shape[-1], grouped.dtype
-    output = grouped.new_empty(*grouped.shape[:3], storage.values.shape[-1])
-    tail_weights = torch.empty_like(tail, dtype=dtype)
-    for row, members in storage.members:
-        for head, (keys, values) in enumerate(storage.block.heads[row]):
-            rows = grouped[members, head]  # [n, r, D], of n copies of the row
-            count, kept = rows.shape[:2], len(keys)
-            rows = rows.flatten(0, 1)
-            logits = tail.new_empty(len(rows), kept + columns)
-            if dtype == torch.float32 and softcap is None and not rows.requires_grad:  # saves a pass over them
-                block = logits[:, :kept]
-                torch.addmm(block, rows, keys.t(), beta=0, alpha=scale, out=block)
-            else:
-                logits[:, :kept] = scaled_logits(rows, keys, scale, softcap)
-            logits[:, kept:] = tail[members, head].flatten(0, 1)
-            weights = logits.softmax(-1).to(dtype)
-            output[members, head] = (weights[:, :kept] @ values).unflatten(0, count)
-            tail_weights[members, head] = weights[:, kept:].unflatten(0, count)
-    return output.add_(tail_weights @ storage.values)
+def _head_by_head(grouped: Tensor, tail: Tensor, storage: RaggedStorage, softcap: float | None) -> Tensor:
+    """Scaled queries `[B, H, r, D]` and the tail's logits `[B, H, r, T]` to the output `[B, H, r, Dv]`."""
+    found = [_distinct_row(row, grouped[at], tail[at], storage, softcap) for row, at in storage.members]
+    if len(found) == 1:
+        output, tail_weights = found[0]
+    else:
+        output = grouped.new_empty(*grouped.shape[:3], storage.values.shape[-1])
+        tail_weights = torch.empty_like(tail, dtype=grouped.dtype)
+        for (_, at), (part, rest) in zip(storage.members, found, strict=True):
+            output[at], tail_weights[at] = part, rest
+    return output.float().add_(tail_weights @ storage.values).to(grouped.dtype)
 
 
-def _all_heads(grouped: Tensor, tail: Tensor, storage: RaggedStorage, scale: float, varlen: VarlenAttention) -> Tensor:
+def _distinct_row(
+    row: int, grouped: Tensor, tail: Tensor, storage: RaggedStorage, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """What n copies of a row get of its block, `[n, H, r, Dv]`, and their weights of the tail, `[n, H, r, T]`."""
+    copies, heads, rows, _ = grouped.shape
+    outputs, rests = [], []
+    for (keys, values), queries, late in zip(
+        storage.block.heads[row],
+        grouped.transpose(0, 1).flatten(1, 2).unbind(),
+        tail.transpose(0, 1).flatten(1, 2).unbind(),
+        strict=True,
+    ):
+        block = logits(keys, queries, softcap).t()  # [n*r, K]: BLAS reads a tall matrix best as the left one
+        weights = torch.cat([block, late], dim=1).softmax(-1).to(grouped.dtype)
+        outputs.append(_weighted_sum(weights[:, : len(keys)], values))
+        rests.append(weights[:, len(keys) :])
+    shape = (heads, copies, rows, -1)
+    return torch.stack(outputs).view(shape).transpose(0, 1), torch.stack(rests).view(shape).transpose(0, 1)
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """``weights @ values``, `[m, K]` and `[K, Dv]`: a long sum for few rows in parts, which threads can share."""
+    parts = min(torch.get_num_threads(), len(values) // LEAST_PART)
+    if values.is_cuda or parts < 2 or len(weights) > MOST_ROWS:
+        return weights @ values
+    even = len(values) // parts * parts
+    whole = torch.bmm(
+        weights[:, :even].unflatten(1, (parts, -1)).transpose(0, 1), values[:even].unflatten(0, (parts, -1))
+    ).sum(0)
+    return whole if even == len(values) else whole.addmm_(weights[:, even:], values[even:])
+
+
+def _all_heads(grouped: Tensor, tail: Tensor, storage: RaggedStorage, varlen: VarlenAttention) -> Tensor:
     """As `_head_by_head`, in one kernel."""
     batch, heads, rows, width = grouped.shape
     block, device = storage.block, grouped.device
@@ -105,7 +130,7 @@ def _all_heads(grouped: Tensor, tail: Tensor, storage: RaggedStorage, scale: flo
         torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
         max(sizes),
         max(lengths),
-        scale,
+        1.0,
     )
     merged = grouped.new_empty(batch, heads, rows, output.shape[-1])
     lse = tail.new_empty(batch, heads, rows)
