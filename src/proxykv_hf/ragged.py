@@ -64,7 +64,7 @@ def ragged_attention(
         parts = zip(grouped.split(step, dim=2), tail.split(step, dim=2), strict=True)
         outputs = [_head_by_head(*part, storage, softcap) for part in parts]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return output.view(batch, -1, queries, output.shape[-1]).transpose(1, 2).contiguous()
+    return output.reshape(batch, -1, queries, output.shape[-1]).transpose(1, 2).contiguous()
 
 
 def _head_by_head(grouped: Tensor, tail: Tensor, storage: RaggedStorage, softcap: float | None) -> Tensor:
