@@ -63,7 +63,11 @@ def main() -> None:
         shards = load_shards(folder, geometry=geometry, weights=weights, score_recipe=RECIPE)
         for document in tqdm(shards, desc=f"documents of {folder}"):
             features = proxy_features(proxy, document.input_ids.long(), recipe)[:, document.prefix_tokens :]
-            documents[f"{folder}/{document.name}"] = {"x": features.half().cpu(), "y": document.scores}
+            documents[f"{folder}/{document.name}"] = {
+                "x": features.half().cpu(),
+                "y": document.scores,
+                "held_out": document.split == "held_out",
+            }
     torch.save({"config": config, "documents": documents}, arguments.out)
 
 
