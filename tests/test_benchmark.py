@@ -138,7 +138,7 @@ def test_an_interrupted_run_keeps_the_repeats_that_are_whole(bench, tmp_path, mo
         ({"arguments": ("--repeats", "0")}, "repeats: expected at least 1, got 0"),
         ({"arguments": ("--new-tokens", "0")}, "new_tokens: expected at least 1, got 0"),
         ({"arguments": ("--retention-ratio", "2")}, r"retention_ratio: expected a number in \(0, 1\]"),
-        ({"arguments": ("--device", "abacus")}, "--device: expected one that torch finds here, got 'abacus'"),
+        ({"arguments": ("--device", "abacus")}, "device: expected one that torch finds here, got 'abacus'"),
         ({"arguments": ("--plot", "missing/plot.png")}, "expected a folder that can be written for missing/plot.png"),
         ({"out": "missing/results.json"}, "expected a folder that can be written for missing/results.json"),
         ({"out": "."}, "expected a file to write, but . is a folder"),

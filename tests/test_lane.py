@@ -8,7 +8,8 @@ import weakref
 import pytest
 import torch
 
-from proxykv_hf.lane import Lane
+from proxykv_hf import InvalidInputError
+from proxykv_hf.lane import Lane, usable_device
 
 CPU = torch.device("cpu")
 
@@ -86,3 +87,12 @@ def test_grad_mode_and_thread_counts_stay_in_the_lane():
     thread.start()
     thread.join()
     assert later == [2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_a_device_that_is_not_there_is_refused_in_plain_words():
+    for make in (usable_device, lambda device: Lane(torch.device(device))):
+        with pytest.raises(InvalidInputError, match=r"device: expected one that torch finds here, got 'cuda'"):
+            make("cuda")
+    with pytest.raises(InvalidInputError, match="got 'abacus'"):
+        usable_device("abacus")

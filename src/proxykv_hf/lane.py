@@ -9,7 +9,25 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from .errors import InvalidInputError
+
 T = TypeVar("T")
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """``device``, where torch can compute on it here.
+
+    Raises:
+        InvalidInputError: It cannot: CUDA is wanted where there is none, say.
+    """
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:  # torch's own words for an unknown device and a missing one
+        raise InvalidInputError(
+            f"device: expected one that torch finds here, got {str(device)!r} ({str(error).splitlines()[0]})"
+        ) from error
+    return place
 
 
 class Job(Generic[T]):
@@ -98,10 +116,13 @@ class Lane:
     Args:
         device: Where they compute.
         threads: CPU threads that a job uses; None for as many as torch uses elsewhere.
+
+    Raises:
+        InvalidInputError: torch cannot compute there.
     """
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
-        self.device = device
+        self.device = usable_device(device)
         self.threads = threads
         # One for all jobs: memory that a job frees is kept for the same stream.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from .errors import InvalidInputError, ProxyKVWarning
 from .geometry import ModelGeometry, weights_fingerprint
+from .lane import usable_device
 from .mapper import HybridAxialMapper
 from .scorers.proxy import ProxyScorer, check_proxy, check_target
 
@@ -51,13 +52,14 @@ def load_proxy_scorer(
         threads: CPU threads of the proxy's lane.
 
     Raises:
-        InvalidInputError: ``mapper`` holds no mapper, or one in another form than safetensors.
+        InvalidInputError: ``mapper`` holds no mapper, or one in another form than safetensors; torch cannot
+            compute on ``device``.
         GeometryError: The mapper was made for another target or proxy.
 
     Other weights of the same geometry than those it was trained with, another quantization say, are
     a `ProxyKVWarning`.
     """
-    device = target.device if device is None else torch.device(device)
+    device = target.device if device is None else usable_device(device)
     dtype = target.dtype if dtype is None else dtype
     loaded = mapper if isinstance(mapper, HybridAxialMapper) else load_mapper(mapper, revision)
     nn.Module.to(loaded, device=device, dtype=torch.float32).eval()

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..errors import InvalidInputError
+from ..lane import usable_device
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -59,13 +60,7 @@ def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tup
     """What was asked for, or a GPU and bfloat16 where there is one, and float32 on a CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:  # torch's own words for an unknown device and a missing one
-        raise InvalidInputError(
-            f"--device: expected one that torch finds here, got {device!r} ({str(error).splitlines()[0]})"
-        ) from error
+    place = usable_device(device)
     return place, getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32"))
 
 
