@@ -230,3 +230,31 @@ def test_a_proxy_without_memory_beside_the_target_runs_after_it(target, scorer, 
     with warnings.catch_warnings(), ProxyPrunedCache(target, scorer, POLICY) as plain:
         plain.prefill(random_ids(1, TOKENS))
         assert len(attempts) == 3
+
+
+def test_an_interrupt_while_the_proxy_runs_first_stops_it(target, scorer, monkeypatch):
+    from proxykv_hf.lane import Job
+    from proxykv_hf.scorers import proxy as module
+
+    stopped = threading.Event()
+
+    def forever(*args, cancelled, **kwargs):
+        while not cancelled():
+            pass
+        stopped.set()
+        raise RuntimeError("stopped")
+
+    def interrupt(job, timeout=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "proxy_features", forever)
+    monkeypatch.setattr(Job, "wait", interrupt)
+    with ProxyPrunedCache(target, scorer, POLICY, schedule="proxy_first") as cache:
+        with pytest.raises(KeyboardInterrupt):
+            cache.prefill(random_ids(1, TOKENS))
+        assert stopped.is_set()
+        assert not [thread for thread in threading.enumerate() if thread.name == "proxykv-lane"]
+        monkeypatch.undo()
+        cache.reset()
+        cache.prefill(random_ids(1, TOKENS))
+        assert cache.report().fallback is None

@@ -482,6 +482,7 @@ class ProxyPrunedCache(DynamicCache):
                 if self._may_prune_ahead and self._prefill.ready():
                     self._score_ahead()
             except BaseException:
+                self._prefill.cancel()
                 self._start_empty()
                 raise
             self._phase = _Phase.PREFILL
