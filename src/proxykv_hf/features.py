@@ -40,7 +40,7 @@ WINDOW = 64
 #: The least logarithm of a weight that is told apart, about 1e-7.
 LOG_FLOOR = -16.0
 #: Attention weights held at once, in elements: what fits in a CPU core's cache, and what fills a GPU.
-IN_CACHE, ON_GPU = 1 << 18, 1 << 26
+IN_CACHE, ON_GPU = 1 << 19, 1 << 26
 
 
 @dataclass(frozen=True)
