@@ -212,3 +212,23 @@ def test_threads_with_caches_of_their_own_do_not_disturb_each_other():
     for a, b in zip(alone, together, strict=True):
         torch.testing.assert_close(a, b)
     assert model not in _Attachment._of_model
+
+
+def test_memory_of_many_queries_is_bounded(monkeypatch):
+    """A long follow-up's logits over its own tokens are split like those over the kept block."""
+    largest, logits = [], ragged.logits
+
+    def watched(*args):
+        found = logits(*args)
+        largest.append(found.numel())
+        return found
+
+    monkeypatch.setattr(ragged, "logits", watched)
+    monkeypatch.setattr(ragged, "LOGITS_LIMIT", 20_000)
+    keys = torch.randn(1, 2, 10 + 300, 8)
+    storage = RaggedStorage.gather(keys, keys, torch.ones(1, 2, 10, dtype=torch.bool), torch.tensor([0]), [0])
+    query = torch.randn(1, 4, 300, 8)
+    output = ragged_attention(query, storage, None)
+    assert max(largest) <= 20_000
+    monkeypatch.undo()
+    torch.testing.assert_close(output, ragged_attention(query, storage, None))

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from tiny import random_ids, random_scores, tiny_model
+from tiny import pad_left, random_ids, random_scores, tiny_model
 from transformers import DynamicCache
 
 from proxykv_hf import CacheStateError, FixedScorer, ProxyPrunedCache, RandomScorer, RetentionPolicy
@@ -148,3 +148,19 @@ def test_many_rows_of_a_fork_are_no_more_memory_than_one(held):
                 one = call_forward(model, input_ids=questions[row : row + 1, :1], cache=alone).logits
                 torch.testing.assert_close(more[row : row + 1], one, atol=1e-4, rtol=1e-4)
         assert cache.report().bytes_kept == before
+
+
+def test_rows_of_a_padded_whole_fork_are_shared_too():
+    model = tiny_model()
+    ids, mask = pad_left([random_ids(1, 100)[0], random_ids(1, 60, seed=1)[0]])
+    question = random_ids(6, 2, seed=2)
+    longer = torch.cat([mask.repeat_interleave(3, 0), torch.ones(6, 2, dtype=mask.dtype)], 1)
+    with ProxyPrunedCache(model, RandomScorer(), bare(0.3, "global")) as cache:
+        cache.prefill(ids, mask, prune=False)
+        with cache.fork(3) as many:
+            assert many.report().bytes_kept < cache.report().bytes_kept
+            together = call_forward(model, input_ids=question, attention_mask=longer, cache=many).logits
+        with cache.fork() as copied:
+            copied.batch_repeat_interleave(3)
+            expected = call_forward(model, input_ids=question, attention_mask=longer, cache=copied).logits
+    torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-4)

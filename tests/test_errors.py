@@ -514,3 +514,9 @@ def test_a_ragged_layer_has_no_single_tensor_and_says_so(model):
     with ProxyPrunedCache(model, RandomScorer(), policy(allocation="uniform")) as cache:
         cache.prefill(random_ids(1, TOKENS))
         assert [keys.shape[2] for keys, *_ in cache] == [9] * 3
+
+
+@pytest.mark.parametrize("context", [5, (5.7, 50.2), [], [(1, 2), 3], "ab"])
+def test_a_context_that_is_no_span_is_refused(model, context):
+    with pytest.raises(InvalidInputError, match=r"context: expected \(start, stop\)"):
+        ProxyPrunedCache(model, RandomScorer(), policy(), context=context)

@@ -96,3 +96,44 @@ def test_a_device_that_is_not_there_is_refused_in_plain_words():
             make("cuda")
     with pytest.raises(InvalidInputError, match="got 'abacus'"):
         usable_device("abacus")
+
+
+def test_thread_counts_of_lanes_leave_threads_started_meanwhile_alone():
+    torch.set_num_threads(3)
+    go, started = threading.Event(), threading.Barrier(3)
+
+    def work(cancelled):
+        started.wait(10)
+        go.wait(10)
+        return torch.get_num_threads()
+
+    jobs = [Lane(CPU, threads=count).submit(work) for count in (1, 2)]
+    started.wait(10)
+    seen = []
+    for _ in range(2):  # while they run, and after
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        go.set()
+        assert [job.result(10) for job in jobs] in ([1, 2], [None, None])
+    assert seen == [3, 3]
+    assert torch.get_num_threads() == 3
+
+
+def test_an_interrupted_wait_does_not_take_the_work_for_done(monkeypatch):
+    go = threading.Event()
+
+    def work(cancelled):
+        go.wait(10)
+        return cancelled()
+
+    job = Lane(CPU).submit(work)
+    job._thread._is_stopped = True  # what Python 3.11 believes after a KeyboardInterrupt in Thread.join
+    assert not job.ready()
+    with pytest.raises(TimeoutError):
+        job.result(0.01)
+    threading.Timer(0.05, go.set).start()
+    job.cancel()
+    assert go.is_set()
+    job._thread._is_stopped = False
+    job._thread.join(10)

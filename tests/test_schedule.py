@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 import warnings
 
 import pytest
@@ -258,3 +260,84 @@ def test_an_interrupt_while_the_proxy_runs_first_stops_it(target, scorer, monkey
         cache.reset()
         cache.prefill(random_ids(1, TOKENS))
         assert cache.report().fallback is None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_chunk_that_is_known_to_be_one_starts_no_proxy(target, scorer, schedule, monkeypatch):
+    from proxykv_hf.scorers import proxy as module
+
+    extract, passes = module.proxy_features, []
+
+    def counted(proxy, ids, *args, **kwargs):
+        passes.append(len(ids))
+        return extract(proxy, ids, *args, **kwargs)
+
+    monkeypatch.setattr(module, "proxy_features", counted)
+    model = with_proxykv(target)
+    config = ProxyKVConfig(scorer=scorer, policy=POLICY, schedule=schedule)
+    model.generate(random_ids(1, TOKENS), proxykv=config, max_new_tokens=3, do_sample=False, prefill_chunk_size=40)
+    assert passes == [TOKENS]
+
+
+def test_a_timeout_is_not_counted_twice(target, scorer, monkeypatch):
+    from proxykv_hf.scorers import proxy as module
+
+    def forever(*args, cancelled, **kwargs):
+        while not cancelled():
+            pass
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(module, "proxy_features", forever)
+    with ProxyPrunedCache(target, scorer, POLICY, timeout=0.5, schedule="proxy_first") as cache:
+        started = time.perf_counter()
+        with pytest.warns(ProxyKVWarning, match=r"not there after 0.5 s"):
+            cache.prefill(random_ids(1, TOKENS))
+        assert time.perf_counter() - started < 0.95
+
+
+def test_a_cache_that_is_dropped_stops_its_lane(target, scorer, monkeypatch):
+    from proxykv_hf.scorers import proxy as module
+
+    stopped = threading.Event()
+
+    def forever(*args, cancelled, **kwargs):
+        while not cancelled():
+            pass
+        stopped.set()
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(module, "proxy_features", forever)
+    cache = ProxyPrunedCache(target, scorer, POLICY, schedule="overlap")
+    call_forward(target, input_ids=random_ids(1, TOKENS), cache=cache)
+    del cache
+    gc.collect()
+    assert stopped.wait(10)
+
+
+def test_keys_that_never_came_to_an_attention_are_forgotten(target):
+    """An interrupt between a layer's update and its attention concerns no later forward."""
+    for use in ("reset", "close", "drop"):
+        cache = ProxyPrunedCache(target, FixedScorer(random_scores(target, 1, TOKENS)), POLICY)
+        cache.prefill(random_ids(1, TOKENS))
+        layer = cache.layers[1]
+        update = layer.update
+
+        def interrupted(*args, update=update, **kwargs):
+            update(*args, **kwargs)
+            raise KeyboardInterrupt
+
+        layer.update = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            call_forward(target, input_ids=random_ids(1, 1), cache=cache)
+        if use == "reset":
+            cache.reset()
+        elif use == "close":
+            cache.close()
+        else:
+            del cache
+            gc.collect()
+        with ProxyPrunedCache(target, FixedScorer(random_scores(target, 1, TOKENS)), POLICY) as other:
+            other.prefill(random_ids(1, TOKENS))
+            call_forward(target, input_ids=random_ids(1, 1), cache=other)
+        if use == "reset":
+            cache.close()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -32,7 +33,9 @@ def test_a_saved_cache_goes_on_where_it_was(tmp_path, kind, allocation, state):
     model = tiny_model(kind)
     ids, new = random_ids(2, 40), random_ids(2, 4, seed=3)
     scorer = FixedScorer(random_scores(model, 2, 40))
-    with ProxyPrunedCache(model, scorer, policy(allocation=allocation), context=(2, 38)) as cache:
+    bounds = (np.int64(2), np.int64(38))
+    options = {"context": bounds, "timeout": 60.0, "schedule": "overlap"}
+    with ProxyPrunedCache(model, scorer, policy(allocation=allocation), **options) as cache:
         if state != "empty":
             cache.prefill(ids, prune=state == "pruned")
             call_forward(model, input_ids=random_ids(2, 2, seed=1), cache=cache)
@@ -44,7 +47,8 @@ def test_a_saved_cache_goes_on_where_it_was(tmp_path, kind, allocation, state):
                 assert a[same] == b[same], same
             assert b["bytes_kept"] <= a["bytes_kept"]  # slack is not saved
             assert loaded.policy == cache.policy
-            assert tuple(loaded.context) == (2, 38)
+            assert loaded.context == cache.context == [(2, 38)]
+            assert (loaded.timeout, loaded.schedule) == (60.0, "overlap")
             expected = call_forward(model, input_ids=new, cache=cache).logits
             torch.testing.assert_close(call_forward(model, input_ids=new, cache=loaded).logits, expected)
             if state != "empty":

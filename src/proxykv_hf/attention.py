@@ -272,6 +272,7 @@ def _aware_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardAware 
 def _before_forward(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    forget()
     cache = _aware_cache(args, kwargs)
     changed = None if cache is None else cache.before_forward(model, args, kwargs)
     return None if changed is None else (args, changed)

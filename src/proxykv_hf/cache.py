@@ -39,11 +39,11 @@ from .geometry import ModelGeometry
 from .inputs import check_input, mask_as_held
 from .layers import PrunedLayer
 from .prefill import SCHEDULES, Prefill, Schedule, Taps, checked_scores
-from .prompt import Context, Prompt, left_pad, read_prompt
+from .prompt import Context, Prompt, left_pad, plain_context, read_prompt
 from .pruning import Pruner, is_ragged, keep_masks, warn_over_budget
 from .report import CacheReport
 from .retention import RetentionPolicy, pack_mask, policy_or_ratio, unpack_mask
-from .scorers.base import Scorer
+from .scorers.base import Scorer, ScorerRun
 from .snapshot import load_cache, save_cache
 from .storage import RaggedStorage, own, storage_bytes
 
@@ -68,7 +68,8 @@ class ProxyPrunedCache(DynamicCache):
         context: What may be evicted, in each row's own positions (without padding); all by default.
             Tokens outside are kept and do not count in the budget's total.
         strict: Raise if scoring fails, instead of going on uncompressed with a `ProxyKVWarning`.
-        timeout: Seconds to wait for scores once the prefill is over; after them scoring has failed.
+        timeout: Seconds to wait for scores, before the target's prefill and once it is over; after them scoring
+            has failed.
         schedule: When a scorer's proxy runs: ``"overlap"``, beside the target's prefill; ``"proxy_first"``,
             before it, for the lowest peak memory; ``"sequential"``, after it, for measuring. By default
             ``"proxy_first"`` if both would compute on the same CPU cores, else ``"overlap"``.
@@ -111,7 +112,7 @@ class ProxyPrunedCache(DynamicCache):
         self.strict = strict
         self.timeout = timeout
         self.schedule = schedule
-        self.context = context
+        self.context = plain_context(context)
         self._phase = _Phase.CLOSED
         self._open()
 
@@ -120,8 +121,9 @@ class ProxyPrunedCache(DynamicCache):
         # `DynamicCache.__init__` is passed over: it would make layers of its own kinds.
         Cache.__init__(self, layers=self._new_layers())
         self._taps: Taps = []
+        self._runs: dict[str, ScorerRun] = {}
         self._lease = attention.Lease(self.target)
-        self._finalizer = weakref.finalize(self, _let_go, self._lease, self._taps)
+        self._finalizer = weakref.finalize(self, _let_go, self._lease, self._taps, self._runs)
         self._start_empty()
 
     def _new_layers(self) -> list[Any]:
@@ -131,6 +133,7 @@ class ProxyPrunedCache(DynamicCache):
         ]
 
     def _start_empty(self) -> None:
+        attention.forget()
         self.layers = self._new_layers()
         self._phase = _Phase.EMPTY
         self._in_forward = False
@@ -165,6 +168,7 @@ class ProxyPrunedCache(DynamicCache):
             timeout=self.timeout,
             schedule=self.schedule,
             taps=self._taps,
+            runs=self._runs,
         )
 
     # ---------------------------------------------------------------- what a user calls
@@ -254,19 +258,28 @@ class ProxyPrunedCache(DynamicCache):
     def fork(self, n: int = 1) -> ProxyPrunedCache:
         """An independent copy that shares what it holds until it is written.
 
-        With ``n``, each row n times over: the copies share memory for good, one pass over it serves all of
-        them, and what they share cannot be cropped or compressed.
+        With ``n``, each row n times over: the copies share full-attention layers for good, one pass over them
+        serves all copies, and what they share cannot be cropped or compressed.
         """
         if n < 1:
             raise InvalidInputError(f"expected at least one row a row, got fork({n})")
         self._settle()
         twin = self._twin(self.policy)
         if n > 1:
-            if self._prompt is not None and not self._prompt.padded:
-                for layer in twin._full_layers():
-                    layer.share_rows()
+            twin._share_rows()
             twin.batch_repeat_interleave(n)
         return twin
+
+    def _share_rows(self) -> None:
+        """Have layers whose rows' copies cost nothing."""
+        if self._prompt is None or self._is_ragged():
+            return
+        if self._prompt.padded:  # whole, and without its padding it is ragged
+            self._pruner = Pruner(self._kept_mask(), self._rows, ragged=True)
+            self._prune_layers()
+        else:
+            for layer in self._full_layers():
+                layer.share_rows()
 
     def kept_indices(self, layer: int, row: int = 0) -> list[Tensor]:
         """M: per head of a full-attention layer the prompt positions kept, ascending, in the row's own positions."""
@@ -474,11 +487,10 @@ class ProxyPrunedCache(DynamicCache):
                     "load(..., scorer=...) or prefill(..., prune=False, scorers={name: scorer})"
                 )
             self._rows = torch.arange(batch)
-            is_whole = tokens == self._expected
             try:
                 drafts = self._drafts(call, tokens)
-                self._prefill.begin(call, (batch, tokens), drafts, self._full_layers(), is_whole)
-                self._may_prune_ahead = is_whole and self._prefill.scores_ahead
+                self._prefill.begin(call, (batch, tokens), drafts, self._full_layers(), self._expected)
+                self._may_prune_ahead = tokens == self._expected and self._prefill.scores_ahead
                 if self._may_prune_ahead and self._prefill.ready():
                     self._score_ahead()
             except BaseException:
@@ -784,7 +796,6 @@ class ProxyPrunedCache(DynamicCache):
         self._note_peak()
 
     def _spoil(self) -> None:
-        attention.forget()
         self._let_go(_Phase.SPOILED)
 
     def _let_go(self, phase: _Phase) -> None:
@@ -813,9 +824,11 @@ class ProxyPrunedCache(DynamicCache):
         return total
 
 
-def _let_go(lease: attention.Lease, taps: Taps) -> None:
+def _let_go(lease: attention.Lease, taps: Taps, runs: dict[str, ScorerRun]) -> None:
     while taps:
         taps.pop().remove()
+    while runs:
+        runs.popitem()[1].cancel()
     lease.release()
 
 

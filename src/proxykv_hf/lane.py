@@ -44,6 +44,8 @@ class Job(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
+        # Whether the thread is through. Its `is_alive` is no answer: an interrupted `join` takes it for dead.
+        self._done = threading.Event()
         if self._stream is not None:
             # What the caller has queued so far, the prompt's copy to the device say, comes first.
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -52,12 +54,9 @@ class Job(Generic[T]):
         self._thread.start()
 
     def _run(self) -> None:
-        # Grad mode and thread count belong to the thread, but a thread count that is set is also what threads
-        # started later begin with: it is put back.
-        threads = torch.get_num_threads()
         try:
             if self._threads is not None:
-                torch.set_num_threads(self._threads)
+                set_own_threads(self._threads)
             with torch.no_grad():
                 if self._stream is None:
                     self._result = self._work(self._cancelled.is_set)
@@ -69,15 +68,15 @@ class Job(Generic[T]):
             self._error = error
         finally:
             del self._work  # and with it all that the work held
-            torch.set_num_threads(threads)
+            self._done.set()
 
     def ready(self) -> bool:
         """Whether the work is done, and went well: `result` would return without waiting for the thread."""
-        return not self._thread.is_alive() and self._error is None
+        return self._done.is_set() and self._error is None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when `ready`, or after ``timeout`` seconds."""
-        self._thread.join(timeout)
+        """Return when the work is done, or after ``timeout`` seconds."""
+        self._done.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
         """What the work returned, for the caller's stream to use.
@@ -89,9 +88,8 @@ class Job(Generic[T]):
             TimeoutError: It took longer.
             BaseException: What the work raised, with its own traceback.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the scores were not there after {timeout} s")
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the scores were not there after {timeout:g} s")
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -106,8 +104,32 @@ class Job(Generic[T]):
     def cancel(self) -> None:
         """Ask the work to stop, and wait until it has: the memory that it held is free then."""
         self._cancelled.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # where the collector may have brought us
+            self._done.wait()
         self._result = self._error = None
+
+
+_default_threads = threading.Lock()
+
+
+def set_own_threads(count: int) -> None:
+    """Set the CPU threads that the calling thread's work uses.
+
+    ``torch.set_num_threads`` also sets what threads started later begin with: that is put back at once.
+    """
+    torch.get_num_threads()  # the first question in a thread sets the default: it must not come later
+    with _default_threads:
+        default = _in_new_thread(torch.get_num_threads)
+        torch.set_num_threads(count)
+        _in_new_thread(lambda: torch.set_num_threads(default))
+
+
+def _in_new_thread(work: Callable[[], T]) -> T:
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 class Lane:

@@ -45,6 +45,7 @@ class Prefill:
         schedule: When the scorers run, see ``SCHEDULES``; None for what suits them.
         taps: Hooks on the model while it is observed; the caller owns the list and removes what is
             left in it should this object be dropped.
+        runs: Of the scorers, by name; the caller owns the dict and cancels what is left in it likewise.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Prefill:
         timeout: float | None,
         schedule: Schedule | None,
         taps: Taps,
+        runs: dict[str, ScorerRun],
     ) -> None:
         self.target, self.geometry, self.scorers = target, geometry, scorers
         self.tokenizer, self.context, self.strict = tokenizer, context, strict
@@ -72,7 +74,7 @@ class Prefill:
         self.bytes_peak_proxy = 0
         self.fallback: str | None = None
         """Why there are no scores, or None."""
-        self._runs: dict[str, ScorerRun] = {}
+        self._runs = runs
         self._chunks: list[Tensor | None] = []
         self._mask: Tensor | None = None
         self._positions: list[Tensor] = []
@@ -85,7 +87,7 @@ class Prefill:
         shape: tuple[int, int],
         drafts: int,
         layers: Iterable[PrunedLayer],
-        is_whole: bool,
+        known: int | None,
     ) -> None:
         """The first chunk is about to go through the target.
 
@@ -94,14 +96,16 @@ class Prefill:
             shape: ``(B, q)``.
             drafts: Tokens at the end that are not the prompt's, in assisted decoding.
             layers: The cache's, to be watched.
-            is_whole: Whether the chunk is known to be the whole prompt.
+            known: Tokens of the whole prompt, where they are known.
 
         Raises:
             ValueError: What a scorer refuses, before any work.
         """
         self._drafts = drafts
         self._note(call, shape)
-        request = self._first_request((shape[0], shape[1] - drafts), is_whole)
+        # What runs beside a part of the prompt that is known to be one would have to run again.
+        at_once = self.schedule != "sequential" and (known is None or known <= shape[1])
+        request = self._first_request((shape[0], shape[1] - drafts), known == shape[1], at_once)
         for name, scorer in self.scorers.items():
             try:
                 self._runs[name] = scorer.begin(request)
@@ -204,7 +208,7 @@ class Prefill:
         for layer in layers:
             if isinstance(layer, PrunedLayer):
                 layer.watch = None
-        request = self._scoring_request(prompt)
+        request = self._scoring_request(prompt, at_once=True)
         view = WholeLayers(self.target, request, rows, layers)
         scores: dict[str, Tensor] = {}
         for name, scorer in self.scorers.items():
@@ -244,7 +248,7 @@ class Prefill:
         known = [chunk for chunk in self._chunks if chunk is not None]
         return torch.cat(known, dim=1) if len(known) == len(self._chunks) else None
 
-    def _first_request(self, shape: tuple[int, int], is_whole: bool) -> ScoringRequest:
+    def _first_request(self, shape: tuple[int, int], is_whole: bool, at_once: bool) -> ScoringRequest:
         """The request as far as it is known: more chunks may follow, and the span may lie in them."""
         try:
             prompt, _ = self._read(self._mask, self.context, shape)
@@ -252,11 +256,10 @@ class Prefill:
             if is_whole:
                 raise
             prompt, _ = self._read(None, None, shape)
-        return self._scoring_request(prompt)
+        return self._scoring_request(prompt, at_once)
 
-    def _scoring_request(self, prompt: Prompt) -> ScoringRequest:
+    def _scoring_request(self, prompt: Prompt, at_once: bool) -> ScoringRequest:
         limit = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        at_once = self.schedule != "sequential"
         return ScoringRequest(prompt, self.geometry, self.tokenizer, limit, self.timeout, at_once)
 
     def _fail(self, name: str, error: Exception) -> None:

@@ -150,23 +150,40 @@ def check_left_padded(real: Tensor) -> None:
         )
 
 
+def plain_context(context: Context | None) -> list[tuple[int, int]] | None:
+    """The spans of a `Context` in Python's own numbers, one for all rows or several; None for all of each row.
+
+    Raises:
+        InvalidInputError: It is no span, and no sequence of spans.
+    """
+    if context is None:
+        return None
+    given: list[Any] = [context] if _is_span(context) else list(context) if isinstance(context, Sequence) else []
+    if not given or not all(_is_span(span) for span in given):
+        raise InvalidInputError(
+            f"context: expected (start, stop) for all rows or one such span for each, whole numbers, got {context!r}"
+        )
+    return [(int(start), int(stop)) for start, stop in given]
+
+
+def _is_span(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(b, numbers.Integral) for b in value)
+
+
 def context_of(context: Context | None, row: int, batch: int) -> tuple[int, int] | None:
     """The span that a `Context` holds for one row of a batch.
 
     With fewer spans than rows each serves as many rows in turn, as ``generate`` expands its inputs
     for beams and several return sequences.
     """
-    if context is None:
+    spans = plain_context(context)
+    if spans is None:
         return None
-    spans: list[Any] = list(context)
-    if len(spans) == 2 and all(isinstance(bound, numbers.Integral) for bound in spans):
-        spans = [spans]
-    if not spans or batch % len(spans) or any(not isinstance(span, Sequence) or len(span) != 2 for span in spans):
+    if batch % len(spans):
         raise InvalidInputError(
             f"context: expected (start, stop) for all rows or one such span for each of {batch} rows, got {context!r}"
         )
-    start, stop = spans[row // (batch // len(spans))]
-    return (int(start), int(stop))
+    return spans[row // (batch // len(spans))]
 
 
 def _contexts(spans: Sequence[tuple[int, int] | None], lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:

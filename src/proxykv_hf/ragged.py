@@ -48,36 +48,72 @@ def ragged_attention(
 
     Returns: `[B, q, Q, Dv]`.
     """
-    batch, _, queries, width = query.shape
-    heads, columns = storage.keys.shape[1:3]
+    batch, query_heads, queries, width = query.shape
+    columns = storage.length
     scale = width**-0.5 if scaling is None else scaling
-    grouped = query.reshape(batch, heads, -1, width) * scale  # [B, H, G*q, D]
-    tail = logits(grouped, storage.keys, softcap)  # [B, H, G*q, T]
-    if attention_mask is not None or queries > 1:  # one query alone sees the whole tail
-        mask = tail_mask(attention_mask, batch, queries, columns, query.device)
+    most = columns + max(max(storage.block.lengths[row]) for row, _ in storage.members)
+    step = max(1, LOGITS_LIMIT // (batch * query_heads * most))
+    outputs = []
+    for start in range(0, queries, step):
+        stop = min(start + step, queries)
+        unseen = queries - stop  # columns at the end that none of these queries sees
+        mask = None
+        if attention_mask is not None or stop - start > 1:  # one query alone sees the whole tail
+            given = attention_mask
+            if given is not None:
+                given = given[..., : given.shape[-1] - unseen]
+                given = given[..., start:stop, :] if given.ndim == 4 else given
+            mask = tail_mask(given, batch, stop - start, columns - unseen, query.device)
+        outputs.append(_some_queries(query[:, :, start:stop] * scale, storage, columns - unseen, mask, softcap))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _some_queries(
+    query: Tensor, storage: RaggedStorage, columns: int, mask: Tensor | None, softcap: float | None
+) -> Tensor:
+    """As `ragged_attention`, of so few queries that all their logits are held at once.
+
+    Args:
+        query: `[B, Q, q, D]`, scaled.
+        storage: See there.
+        columns: T, of the tail, that they see at most.
+        mask: `[B, q, T]`, or None if all is seen.
+        softcap: See there.
+    """
+    batch, _, queries, width = query.shape
+    keys, values = storage.keys[:, :, :columns], storage.values[:, :, :columns]
+    grouped = query.reshape(batch, keys.shape[1], -1, width)  # [B, H, G*q, D]
+    tail = logits(grouped, keys, softcap)  # [B, H, G*q, T]
+    if mask is not None:
         tail.unflatten(2, (-1, queries)).masked_fill_(~mask[:, None, None], -math.inf)
     if _suits_varlen(grouped, storage, softcap) and (varlen := varlen_attention()) is not None:
-        output = _all_heads(grouped, tail, storage, varlen)
+        output = _all_heads(grouped, tail, values, storage, varlen)
     else:
-        most = max(max(storage.block.lengths[row]) for row, _ in storage.members)
-        step = max(1, LOGITS_LIMIT // (batch * (most + columns)))
-        parts = zip(grouped.split(step, dim=2), tail.split(step, dim=2), strict=True)
-        outputs = [_head_by_head(*part, storage, softcap) for part in parts]
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        output = _head_by_head(grouped, tail, values, storage, softcap)
     return output.reshape(batch, -1, queries, output.shape[-1]).transpose(1, 2).contiguous()
 
 
-def _head_by_head(grouped: Tensor, tail: Tensor, storage: RaggedStorage, softcap: float | None) -> Tensor:
-    """Scaled queries `[B, H, r, D]` and the tail's logits `[B, H, r, T]` to the output `[B, H, r, Dv]`."""
+def _head_by_head(
+    grouped: Tensor, tail: Tensor, tail_values: Tensor, storage: RaggedStorage, softcap: float | None
+) -> Tensor:
+    """To the output `[B, H, r, Dv]`.
+
+    Args:
+        grouped: Scaled queries `[B, H, r, D]`.
+        tail: The tail's logits `[B, H, r, T]`.
+        tail_values: Its values `[B, H, T, Dv]`.
+        storage: See `ragged_attention`.
+        softcap: The same.
+    """
     found = [_distinct_row(row, grouped[at], tail[at], storage, softcap) for row, at in storage.members]
     if len(found) == 1:
         output, tail_weights = found[0]
     else:
-        output = grouped.new_empty(*grouped.shape[:3], storage.values.shape[-1])
+        output = grouped.new_empty(*grouped.shape[:3], tail_values.shape[-1])
         tail_weights = torch.empty_like(tail, dtype=grouped.dtype)
         for (_, at), (part, rest) in zip(storage.members, found, strict=True):
             output[at], tail_weights[at] = part, rest
-    return output.float().add_(tail_weights @ storage.values).to(grouped.dtype)
+    return output.float().add_(tail_weights @ tail_values).to(grouped.dtype)
 
 
 def _distinct_row(
@@ -112,7 +148,9 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     return whole if even == len(values) else whole.addmm_(weights[:, even:], values[even:])
 
 
-def _all_heads(grouped: Tensor, tail: Tensor, storage: RaggedStorage, varlen: VarlenAttention) -> Tensor:
+def _all_heads(
+    grouped: Tensor, tail: Tensor, tail_values: Tensor, storage: RaggedStorage, varlen: VarlenAttention
+) -> Tensor:
     """As `_head_by_head`, in one kernel."""
     batch, heads, rows, width = grouped.shape
     block, device = storage.block, grouped.device
@@ -140,7 +178,7 @@ def _all_heads(grouped: Tensor, tail: Tensor, storage: RaggedStorage, varlen: Va
         lse[members[row]] = sums.view(heads, -1, rows).transpose(0, 1)
     total = torch.logaddexp(lse, tail.logsumexp(-1))[..., None]
     tail_weights = (tail - total).exp().to(grouped.dtype)
-    return merged * (lse[..., None] - total).exp().to(grouped.dtype) + tail_weights @ storage.values
+    return merged * (lse[..., None] - total).exp().to(grouped.dtype) + tail_weights @ tail_values
 
 
 def _suits_varlen(grouped: Tensor, storage: RaggedStorage, softcap: float | None) -> bool:

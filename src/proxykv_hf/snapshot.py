@@ -63,6 +63,8 @@ def save_cache(cache: ProxyPrunedCache, folder: Path) -> None:
         "prompt": None if cache._prompt is None else dataclasses.asdict(cache._prompt),
         "context": cache.context,
         "strict": cache.strict,
+        "timeout": cache.timeout,
+        "schedule": cache.schedule,
         "seconds": cache._seconds,
         "devices": cache._devices,
         "fallback": cache._fallback,
@@ -137,6 +139,8 @@ def _rebuilt(
         tokenizer=tokenizer,
         context=header["context"],
         strict=header["strict"],
+        timeout=header["timeout"],
+        schedule=header["schedule"],
     )
     cache._restore(
         layers=[_layer(index, entry, tensors, cache) for index, entry in enumerate(header["layers"])],

@@ -13,8 +13,10 @@ from ..benchmark.measure import METHODS, Plan, environment, make_methods, runs, 
 from ..benchmark.prompt import prompt_ids
 from ..benchmark.report import check_writable, markdown, plot, summarize, write_results
 from ..errors import InvalidInputError
+from ..geometry import ModelGeometry
 from ..pretrained import SELF_PROXY, load_mapper, load_proxy_scorer
 from ..retention import RetentionPolicy
+from ..scorers.proxy import check_target
 from .models import DTYPES, add_target, device_and_dtype, load, optional, resolve, target_named
 
 
@@ -76,6 +78,8 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     ids = prompt_ids(tokenizer, max(plan.lengths) + 1, text)
     mapper = load_mapper(arguments.mapper) if plan.needs_proxy else None
+    if mapper is not None:
+        check_target(mapper, ModelGeometry.from_config(config))
     proxy = None if arguments.proxy is None else resolve(arguments.proxy)
     proxy_config = None
     if proxy is not None:

@@ -109,6 +109,7 @@ class _LaneRun(ScorerRun):
         self.devices["proxy"] = str(scorer.proxy.device)
         self._scorer, self._request, self._rows = scorer, request, rows
         self._use = LaneUse(scorer.proxy.device)
+        self._patience = request.timeout  # seconds that may still be waited
         self._job: Job[Tensor] | None = self._launch() if request.at_once else None
 
     def _launch(self) -> Job[Tensor]:
@@ -132,15 +133,20 @@ class _LaneRun(ScorerRun):
 
     def wait(self) -> None:
         if self._job is not None:
-            self._job.wait(self._request.timeout)
+            started = time.perf_counter()
+            self._job.wait(self._patience)
+            if self._patience is not None:
+                self._patience = max(0.0, self._patience - (time.perf_counter() - started))
 
     def finish(self, cache: WholeCache) -> Tensor:
         self._job = self._job or self._launch()
         try:
-            scores = self._job.result(self._request.timeout)
+            scores = self._job.result(self._patience)
+        except TimeoutError as error:
+            raise TimeoutError(f"the scores were not there after {self._request.timeout:g} s") from error
         except torch.OutOfMemoryError as error:
             self._job = self._launch()  # the target's prefill is over, and its activations are gone
-            scores = self._job.result(self._request.timeout)
+            scores = self._job.result(self._patience)
             warnings.warn(
                 f"the proxy found no memory beside the target ({str(error).splitlines()[0]}) and was run again after "
                 "the prefill: schedule='sequential' or 'proxy_first' says so beforehand",
