@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -28,6 +30,15 @@ def usable_device(device: torch.device | str) -> torch.device:
             f"device: expected one that torch finds here, got {str(device)!r} ({str(error).splitlines()[0]})"
         ) from error
     return place
+
+
+def trim_heap() -> None:
+    """Have glibc return freed memory to the system; another C library has no such call.
+
+    It would keep what a lane's thread has freed for threads like it, beside all that the target takes.
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class Job(Generic[T]):
@@ -68,6 +79,8 @@ class Job(Generic[T]):
             self._error = error
         finally:
             del self._work  # and with it all that the work held
+            if self._device.type == "cpu":
+                trim_heap()
             self._done.set()
 
     def ready(self) -> bool:

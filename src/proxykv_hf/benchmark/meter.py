@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 from pathlib import Path
 
 import torch
+
+from ..lane import trim_heap
 
 _PROCESS = Path("/proc/self")
 
@@ -30,7 +30,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self._before: int | None = torch.cuda.memory_allocated(device)
         else:
-            _trim()
+            trim_heap()
             self._before = _status("VmRSS") if _forget_peak() else None
 
     def bytes(self) -> int | None:
@@ -40,12 +40,6 @@ class PeakMemory:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._before
         return _status("VmHWM") - self._before
-
-
-def _trim() -> None:
-    """Have glibc return freed memory to the system; another C library has no such call."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
 
 
 def _forget_peak() -> bool:
