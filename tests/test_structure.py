@@ -29,6 +29,8 @@ LEVELS = {
     9: [
         "generation",
         "training.generated",
+        "training.losses",
+        "training.metrics",
         "training.shards",
         "benchmark.meter",
         "benchmark.prompt",
