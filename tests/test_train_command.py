@@ -17,6 +17,13 @@ from proxykv_hf.training.config import TrainingConfig
 from proxykv_hf.training.losses import HybridLoss
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: False)
+        yield
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     return make_home(tmp_path_factory.mktemp("home"))

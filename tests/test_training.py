@@ -33,6 +33,13 @@ from proxykv_hf.training.shards import checked_shards, load_shards
 RECIPE = FeatureRecipe(("attention", "hidden"), 2, (1, 2))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: False)
+        yield
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     return make_home(tmp_path_factory.mktemp("home"))
@@ -344,6 +351,7 @@ def test_biases_and_norms_do_not_decay(uninterrupted):
 def process(index, port, arguments):
     """One of two."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index)}
     torch.set_num_threads(1)
     trained(TrainingConfig.from_dict(arguments))

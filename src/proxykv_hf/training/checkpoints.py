@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from ..errors import InvalidInputError
+from ..mapper import HybridAxialMapper
 from .shards import differences, plain, write_whole
 
 Epoch = dict[str, Any]
@@ -37,8 +38,8 @@ class Trained:
         scheduler: Of the optimizer.
     """
 
-    mapper: nn.Module
-    averaged: nn.Module
+    mapper: HybridAxialMapper
+    averaged: HybridAxialMapper
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
 

@@ -42,11 +42,10 @@ SIZES = (
     "dropout",
 )
 #: What does not change the weights that come out. (Which shards are read does, wherever they lie.)
-FREE = ("title", "out", "limits", "licence", "teacher")
+FREE = ("title", "out", "limits", "licence", "teacher", "ridge")
 #: Sizes whose default in training is another than the mapper's own.
 DEFAULT_SIZES = {"dropout": 0.2}
 LIMITS = """- For the weights named above. Other weights of the same geometry work with a warning, a little less well.
-- Texts longer than those it was trained on are read in windows; how well was not measured.
 - Agreement is with KVzip, not with answers: see the repository's benchmarks for those."""
 
 
@@ -76,7 +75,7 @@ class TrainingConfig:
         seed: Of the first weights, the order of documents, dropout, noise and sampled pairs.
         patience: Epochs without a better agreement after which training stops.
         ridge: Strength of the ridge regression that the mapper is compared with; 0 for none. It takes `[C, C]`.
-        limits: Of the mapper's card, a Markdown list.
+        limits: Of the mapper's card, a Markdown list; the length of the documents is added to it.
         licence: Of the mapper, SPDX id in lower case.
 
     Raises:

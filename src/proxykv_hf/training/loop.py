@@ -127,7 +127,7 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(mapper: nn.Module, documents: FeatureDataset, accelerator: Accelerator) -> dict[str, float]:
+def evaluate(mapper: HybridAxialMapper, documents: FeatureDataset, accelerator: Accelerator) -> dict[str, float]:
     """Mean metrics of a mapper in eval mode, each process doing its part of the documents."""
     own = range(accelerator.process_index, len(documents), accelerator.num_processes)
     found = [(index, _measure(mapper, documents[index], accelerator.device)) for index in own]
@@ -189,13 +189,12 @@ def _average(averaged: nn.Module, mapper: nn.Module, decay: float) -> None:
         mean.lerp_(parameter, 1 - decay)
 
 
-def _full_layers(mapper: nn.Module, scores: Tensor) -> Tensor:
+def _full_layers(mapper: HybridAxialMapper, scores: Tensor) -> Tensor:
     """`[1, L, H, N]` to the full-attention layers' `[L, H, N]`."""
-    assert isinstance(mapper, HybridAxialMapper)
     return scores[0, list(mapper.config.target.full_layers)]
 
 
-def _measure(mapper: nn.Module, document: TrainingDocument, device: torch.device) -> dict[str, float]:
+def _measure(mapper: HybridAxialMapper, document: TrainingDocument, device: torch.device) -> dict[str, float]:
     ours = _full_layers(mapper, mapper(document.features[None].to(device)))
     return measure(ours.cpu(), document.scores)
 

@@ -116,7 +116,9 @@ def prepare(config: TrainingConfig, target: Source, proxy: Source | None, accele
     )
 
 
-def new_mapper(config: TrainingConfig, prepared: Prepared, statistics: Statistics, training: dict[str, Any]) -> Any:
+def new_mapper(
+    config: TrainingConfig, prepared: Prepared, statistics: Statistics, training: dict[str, Any]
+) -> HybridAxialMapper:
     """A mapper that is about the head prior, from random weights.
 
     Started from the ridge regression it learns less: that has fitted the training documents already, and what it

@@ -77,13 +77,18 @@ def save_results(
         for where, key in (("over all heads", "global"), ("within each head", "head"))
         for name, values in found.items()
     }
+    longest = max(place.tokens for place in training.places)
+    limits = (
+        f"- Trained on documents of at most {longest:,} tokens; longer texts are read in windows, how well was not "
+        f"measured.\n{config.limits.strip()}"
+    )
     card = mapper_card(
         mapper,
         title=config.title,
         folder=Path(config.out).as_posix(),
         agreement=rows,
         held_out=f"{len(held_out)}; they also chose the epoch, so the figures are a little too good",
-        limits=config.limits.strip(),
+        limits=limits,
         licence=config.licence,
     )
     write_whole(folder / "README.md", f"{card}\n".encode())
