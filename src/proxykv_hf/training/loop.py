@@ -61,7 +61,7 @@ def train(
         accelerator: From `make_accelerator`.
 
     Returns: a mapper with the averaged weights that agreed best with the teacher on ``held_out``, in eval mode on
-        the CPU; and for each epoch ``epoch`` (from 1), ``seconds``, ``learning_rate`` (of its last step), ``loss``,
+        the CPU; and for each epoch ``epoch`` (from 1), ``seconds``, ``learning_rate`` (after its last step), ``loss``,
         ``terms``, ``metrics`` (see `metrics.measure`) and ``agreement``.
 
     Raises:
