@@ -265,7 +265,7 @@ def test_checkpoints_are_not_overwritten_nor_mixed(uninterrupted):
     other = TrainingConfig.from_dict(config.to_dict() | {"epochs": 4, "loss": {"weights": {"fine": 0.5}}})
     with pytest.raises(
         InvalidInputError,
-        match=r"epoch-0003 is of another run: config\.loss\.weights\.fine: expected 0\.5, got 0\.1; config\.epochs: ex",
+        match=r"epoch-0003 is of another run: config\.loss\.weights\.fine: expected 0\.5, got 1\.0; config\.epochs: ex",
     ):
         trained(other, resume=True)
     renamed = TrainingConfig.from_dict(config.to_dict() | {"title": "Another"})
