@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import comparing
 import demo_questions
-import extract_features
 import hidden_facts
 import pytest
 import torch
 import training_text
 from reference import Reference, ReferenceRow
 from test_proxy import make_mapper
-from texts import write_texts
 from tiny import random_ids, tiny_model, tiny_tokenizer
 
 from proxykv_hf import (
     FixedScorer,
     HeadPriorScorer,
-    HybridAxialMapperConfig,
     ProxyPrunedCache,
     RandomScorer,
     RetentionPolicy,
-    ShardError,
 )
-from proxykv_hf.model_card import mapper_card
-from proxykv_hf.training.corpus import Corpus
-from proxykv_hf.training.teacher import score_corpus
+from proxykv_hf.model_card import mapper_card, operations_per_token
 
 TOKENIZER = tiny_tokenizer()
 
@@ -116,30 +109,7 @@ def test_a_card_tells_what_the_mapper_is():
     assert "| this mapper, global | 0.50 | 0.60 | 0.70 | 0.80 |" in card.text
     assert "the first 2 layers of small" in card.text
     assert f"{sum(p.numel() for p in mapper.parameters()):,}" in card.text
-
-
-def test_features_of_a_teachers_documents(tmp_path, monkeypatch):
-    target = tiny_model("llama", 3)
-    corpus = Corpus(write_texts(tmp_path / "texts"), tokens=(20, 40))
-    for folder, model in (("train", target), ("other", tiny_model("llama", 2))):
-        score_corpus(model, TOKENIZER, corpus, 3, tmp_path / folder, target_id="tiny", progress=False)
-    monkeypatch.setattr(extract_features, "load", lambda name: (target, TOKENIZER))
-    features = tmp_path / "features.pt"
-
-    def extract(*folders):
-        options = ["--pair", "smollm2", "--proxy-layers", "2", "--hidden-layers", "1", "--out", str(features)]
-        monkeypatch.setattr(sys, "argv", ["extract", *options, "--teacher", *map(str, folders)])
-        extract_features.main()
-
-    extract(tmp_path / "train")
-    stored = torch.load(features, weights_only=True)
-    assert HybridAxialMapperConfig(**stored["config"]).channels == stored["documents"].popitem()[1]["x"].shape[0]
-    for number, entry in enumerate(stored["documents"].values()):
-        tokens = corpus.document(number).tokens
-        assert entry["x"].shape[1] == tokens
-        assert entry["y"].shape == (3, 2, tokens)
-    with pytest.raises(ShardError, match=r"target\.weights"):
-        extract(tmp_path / "train", tmp_path / "other")
+    assert f"{2 * operations_per_token(mapper):,.0f} FLOPs" in card.text
 
 
 @pytest.fixture

@@ -29,15 +29,26 @@ LEVELS = {
     9: [
         "generation",
         "training.generated",
+        "training.losses",
+        "training.metrics",
         "training.shards",
         "benchmark.meter",
         "benchmark.prompt",
         "benchmark.report",
     ],
-    10: ["training.corpus", "benchmark.measure", "commands.models"],
-    11: ["training.teacher"],
-    12: ["commands.bench", "commands.generate", "commands.teacher"],
-    13: ["__init__", "benchmark.__init__", "cli", "commands.__init__", "scorers.__init__", "training.__init__"],
+    10: [
+        "training.checkpoints",
+        "training.config",
+        "training.corpus",
+        "training.feature_cache",
+        "benchmark.measure",
+        "commands.models",
+    ],
+    11: ["training.curves", "training.dataset", "training.teacher"],
+    12: ["training.loop", "training.ridge", "commands.bench", "commands.generate", "commands.teacher"],
+    13: ["training.prepare", "training.results"],
+    14: ["commands.train"],
+    15: ["__init__", "benchmark.__init__", "cli", "commands.__init__", "scorers.__init__", "training.__init__"],
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names}
 

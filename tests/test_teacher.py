@@ -140,13 +140,13 @@ def test_the_last_to_write_leaves_the_manifest_right(model, corpus, whole, copie
     late = copied / "shard-00002.safetensors"
     data = late.read_bytes()
     late.unlink()
-    write = shards._write
+    write = shards.write_whole
 
     def overtaken(path, text):
         late.write_bytes(data)
         write(path, text)
 
-    monkeypatch.setattr(shards, "_write", overtaken)
+    monkeypatch.setattr(shards, "write_whole", overtaken)
     score(model, corpus, copied, documents=DOCUMENTS_PER_SHARD)
     assert contents(copied) == contents(whole)
 

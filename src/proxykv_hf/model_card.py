@@ -26,7 +26,7 @@ model.generate(**inputs, past_key_values=cache)
 |---|---|
 | reads | {features} |
 | parameters | {parameters:,} ({megabytes:.1f} MB in float32) |
-| multiply-adds a token | {operations:,.0f} |
+| multiply-adds a token | {operations:,.0f} ({flops:,.0f} FLOPs) |
 | training | {training} |
 | score recipe | {recipe} |
 | weights it was trained with | target {target_weights}, proxy {proxy_weights} (fingerprints) |
@@ -86,6 +86,7 @@ def mapper_card(
         parameters=parameters,
         megabytes=parameters * 4 / 1e6,
         operations=operations_per_token(mapper),
+        flops=2 * operations_per_token(mapper),
         training=(config.training or {}).get("summary", "not told"),
         recipe=config.score_recipe,
         target_weights=config.target_weights,

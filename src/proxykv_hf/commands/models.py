@@ -43,15 +43,15 @@ def load(target: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, An
 
 
 @contextlib.contextmanager
-def target_named(target: str) -> Iterator[None]:
-    """Say what ``--target`` may be if what is done inside finds no model there."""
+def target_named(target: str, option: str = "--target") -> Iterator[None]:
+    """Say what ``--target``, or another option, may be if what is done inside finds no model there."""
     try:
         yield
     except (OSError, ValueError) as error:
         names = example_names()
         known = f"; short names here: {', '.join(names)}" if names else ""
         raise InvalidInputError(
-            f"--target: expected a folder with a model or an id that the Hub has, got {target!r}{known} "
+            f"{option}: expected a folder with a model or an id that the Hub has, got {target!r}{known} "
             f"({str(error).splitlines()[0]})"
         ) from error
 

@@ -1,1 +1,1 @@
-"""What mappers are trained on and how: the corpus of documents, and a teacher's scores of them on disk."""
+"""What mappers are trained on and how: a corpus, a teacher's scores of it on disk, the hybrid loss and the loop."""

@@ -77,7 +77,35 @@ def load_shards(
         ShardError: Scores of another target or recipe, at once; or, when its turn comes, a shard that is
             missing, cut short or altered.
     """
-    manifest = read_manifest(Path(folder))
+    shards = checked_shards(folder, geometry=geometry, weights=weights, score_recipe=score_recipe)
+    return (document for shard in shards for document in read_shard(shard.path, shard.identity))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A finished shard, as the manifest has it.
+
+    Args:
+        path: Its file.
+        sha256: Of the file.
+        identity: What it was made from.
+    """
+
+    path: Path
+    sha256: str
+    identity: dict[str, Any]
+
+
+def checked_shards(
+    folder: str | Path,
+    *,
+    geometry: ModelGeometry | None = None,
+    weights: str | None = None,
+    score_recipe: str | None = None,
+) -> Iterator[Shard]:
+    """The finished shards, in order; arguments and errors are those of `load_shards`."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
     expected = {
         "target.geometry": None if geometry is None else plain(geometry.to_dict()),
         "target.weights": weights,
@@ -88,18 +116,18 @@ def load_shards(
         "target.weights": manifest["target"]["weights"],
         "score_recipe": manifest["score_recipe"],
     }
-    refuse_difference(Path(folder), {key: value for key, value in expected.items() if value is not None}, found)
-    return _documents(Path(folder), manifest)
+    refuse_difference(folder, {key: value for key, value in expected.items() if value is not None}, found)
+    return _shards(folder, manifest)
 
 
-def _documents(folder: Path, manifest: dict[str, Any]) -> Iterator[ScoredDocument]:
+def _shards(folder: Path, manifest: dict[str, Any]) -> Iterator[Shard]:
     identity = {key: value for key, value in manifest.items() if key != "shards"}
     for entry in manifest["shards"]:
         path = folder / entry["file"]
         if not path.is_file():
             raise ShardError(f"{path} is missing, though {MANIFEST} lists it: run the teacher again")
         refuse_altered(path, entry["sha256"])
-        yield from read_shard(path, identity)
+        yield Shard(path, entry["sha256"], identity)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -138,10 +166,7 @@ def read_shard(path: Path, identity: dict[str, Any]) -> list[ScoredDocument]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            header = json.loads(file.metadata()["proxykv"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        entries = header.pop("documents")
-        refuse_difference(path, identity, header)
         return [
             ScoredDocument(
                 name,
@@ -151,12 +176,29 @@ def read_shard(path: Path, identity: dict[str, Any]) -> list[ScoredDocument]:
                 tuple(entry["sources"]),
                 entry["split"],
             )
-            for name, entry in entries.items()
+            for name, entry in read_entries(path, identity).items()
         ]
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise _no_shard(path, error) from error
+
+
+def read_entries(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a shard's header says of each document, by name: ``kind``, ``sources``, ``split``, ``tokens``, ….
+
+    Arguments and errors are those of `read_shard`.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads(file.metadata()["proxykv"])
+        entries: dict[str, dict[str, Any]] = header.pop("documents")
     except (SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ShardError(
-            f"{path} is no whole shard ({error}): delete it, and the teacher makes its documents again"
-        ) from error
+        raise _no_shard(path, error) from error
+    refuse_difference(path, identity, header)
+    return entries
+
+
+def _no_shard(path: Path, error: Exception) -> ShardError:
+    return ShardError(f"{path} is no whole shard ({error}): delete it, and the teacher makes its documents again")
 
 
 class ShardFolder:
@@ -210,7 +252,7 @@ class ShardFolder:
             }
         # One entry of metadata: safetensors writes several in any order, and equal shards are to be equal files.
         header = json.dumps(self.identity | {"documents": entries})
-        _write(self._path(shard, partial=True), save(tensors, metadata={"proxykv": header}))
+        write_whole(self._path(shard, partial=True), save(tensors, metadata={"proxykv": header}))
 
     def is_finished(self, shard: int) -> bool:
         return self._path(shard).is_file()
@@ -229,7 +271,7 @@ class ShardFolder:
             text = json.dumps(self.identity | {"shards": self._shards()}, indent=1) + "\n"
             if path.is_file() and path.read_text(encoding="utf-8") == text:
                 return
-            _write(path, text.encode())
+            write_whole(path, text.encode())
 
     def _shards(self) -> list[dict[str, Any]]:
         """The manifest's entry of each finished shard."""
@@ -264,19 +306,20 @@ def refuse_altered(path: Path, sha256: str) -> None:
 
 def refuse_difference(where: Path, expected: dict[str, Any], found: dict[str, Any]) -> None:
     """Raise `ShardError`, naming all that differs, unless ``found`` has all that is expected."""
-    differences = list(_differences(expected, found))
-    if differences:
+    different = list(differences(expected, found))
+    if different:
         raise ShardError(
-            f"{where} was made from something else: {'; '.join(differences)}. Give what it was made from, or another "
+            f"{where} was made from something else: {'; '.join(different)}. Give what it was made from, or another "
             "folder"
         )
 
 
-def _differences(expected: dict[str, Any], found: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def differences(expected: dict[str, Any], found: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """In words, each key under which ``found`` has not what is expected."""
     for key, value in expected.items():
         other = found.get(key)
         if isinstance(value, dict) and isinstance(other, dict):
-            yield from _differences(value, other, f"{prefix}{key}.")
+            yield from differences(value, other, f"{prefix}{key}.")
             extra = sorted(set(other) - set(value))
             if extra:
                 yield f"{prefix}{key}: expected no {', '.join(extra)}"
@@ -289,7 +332,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """The file appears whole or, with a full disk say, stays what it was."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:

@@ -1,0 +1,158 @@
+"""What training reads: each document's features and log scores, from disk when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..errors import InvalidInputError, ShardError
+from ..geometry import ModelGeometry
+from .feature_cache import feature_path, read_features
+from .shards import Shard, read_entries
+
+#: Scores below this are the same to the log scale; float16 has nothing below 6e-8.
+SCORE_FLOOR = 1e-7
+#: Bytes of documents that a dataset keeps in memory.
+IN_MEMORY = 2 << 30
+#: Without documents that are held out on purpose, one in so many is.
+HELD_OUT_EVERY = 5
+LEAST_DOCUMENTS = 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a document is.
+
+    Args:
+        name: Folder and name, unlike any other's.
+        kind: As `corpus.Document` has it.
+        split: ``"train"`` or ``"held_out"``.
+        tokens: N.
+        shard: The file of its scores.
+        features: The file of its features.
+        entry: Its name within both.
+    """
+
+    name: str
+    kind: str
+    split: str
+    tokens: int
+    shard: Path
+    features: Path
+    entry: str
+
+
+@dataclass(frozen=True)
+class TrainingDocument:
+    """A document, read.
+
+    Args:
+        name: See `Place`, as for the next two.
+        kind: The same.
+        split: The same.
+        features: `[C, N]`, float16.
+        scores: `[L, H, N]`, float32, natural logarithms, of the full-attention layers only.
+    """
+
+    name: str
+    kind: str
+    split: str
+    features: Tensor
+    scores: Tensor
+
+
+class FeatureDataset(Dataset[TrainingDocument]):
+    """Documents by number, in the order given.
+
+    The first ones that fit into ``memory`` bytes stay there once they are read; the others are read each time.
+    (Documents come in another order every epoch, so that the last ones used would be the wrong ones to keep.)
+
+    Args:
+        places: Which documents.
+        geometry: The target's.
+        memory: Bytes of documents that may stay in memory; 0 for none.
+    """
+
+    def __init__(self, places: Sequence[Place], geometry: ModelGeometry, memory: int = IN_MEMORY) -> None:
+        self.places = list(places)
+        self.geometry = geometry
+        self._room = memory
+        self._kept: dict[int, TrainingDocument] = {}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> TrainingDocument:
+        if index not in self._kept:
+            document = self._read(self.places[index])
+            size = document.features.nbytes + document.scores.nbytes
+            if size > self._room:
+                return document
+            self._room -= size
+            self._kept[index] = document
+        return self._kept[index]
+
+    @property
+    def tokens(self) -> int:
+        """Of all documents."""
+        return sum(place.tokens for place in self.places)
+
+    def _read(self, place: Place) -> TrainingDocument:
+        with safe_open(place.shard, framework="pt") as file:
+            scores: Tensor = file.get_tensor(f"{place.entry}.scores")
+        features = read_features(place.features, place.entry)
+        if features.shape[1] != scores.shape[2]:
+            raise ShardError(
+                f"{place.features}: expected features of the {scores.shape[2]} tokens of {place.entry}, got "
+                f"{features.shape[1]}: delete it, and they are made again"
+            )
+        full = scores[list(self.geometry.full_layers)].float().clamp(min=SCORE_FLOOR).log()
+        return TrainingDocument(place.name, place.kind, place.split, features, full)
+
+
+def places_of(shards: Sequence[Shard], identity: dict[str, Any]) -> list[Place]:
+    """All documents of some shards, whose features are made.
+
+    Args:
+        shards: Of one folder or several.
+        identity: Of the features, see `FeatureMaker.identity`.
+    """
+    return [
+        Place(
+            name=f"{shard.path.parent}/{name}",
+            kind=entry["kind"],
+            split=entry["split"],
+            tokens=entry["tokens"],
+            shard=shard.path,
+            features=feature_path(shard, identity),
+            entry=name,
+        )
+        for shard in shards
+        for name, entry in read_entries(shard.path, shard.identity).items()
+    ]
+
+
+def split(places: Sequence[Place]) -> tuple[list[Place], list[Place]]:
+    """Documents for training, and held out.
+
+    Held out are those whose shards say so, or, where none does, every fifth by name.
+
+    Raises:
+        InvalidInputError: Fewer than five, or all held out.
+    """
+    ordered = sorted(places, key=lambda place: place.name)
+    held_out = [place for place in ordered if place.split == "held_out"] or ordered[::HELD_OUT_EVERY]
+    names = {place.name for place in held_out}
+    training = [place for place in ordered if place.name not in names]
+    if len(ordered) < LEAST_DOCUMENTS or not training:
+        raise InvalidInputError(
+            f"expected at least {LEAST_DOCUMENTS} documents, not all held out, got {len(training)} for training and "
+            f"{len(held_out)} held out: run `proxykv teacher` for more"
+        )
+    return training, held_out

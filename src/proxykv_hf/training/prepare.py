@@ -1,0 +1,165 @@
+"""From a config to what the loop takes: models and shards checked, features made, documents split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from ..errors import InvalidInputError, ShardError
+from ..geometry import ModelGeometry, weights_fingerprint
+from ..mapper import HybridAxialMapper, HybridAxialMapperConfig
+from ..pretrained import SELF_PROXY, load_first_layers
+from ..reconstruction import RECIPE
+from ..scorers.on_lane import check_same_tokens
+from .config import TrainingConfig
+from .dataset import FeatureDataset, places_of, split
+from .feature_cache import FeatureMaker, make_features, missing_features
+from .ridge import Statistics
+from .shards import Shard, checked_shards, read_shard
+
+#: Deviation of the heads' output vectors at the start.
+START = 0.0375
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model.
+
+    Args:
+        folder: Where it is loaded from, a folder or a Hub id.
+        name: What a mapper calls it, its Hub id if it has one.
+    """
+
+    folder: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run works on.
+
+    Args:
+        training: Documents to learn from.
+        held_out: Documents to be judged by.
+        identity: Of shards and features, for JSON; part of what decides the weights that come out.
+        config: Of the mapper, apart from how it is trained.
+    """
+
+    training: FeatureDataset
+    held_out: FeatureDataset
+    identity: dict[str, Any]
+    config: dict[str, Any]
+
+
+def prepare(config: TrainingConfig, target: Source, proxy: Source | None, accelerator: Accelerator) -> Prepared:
+    """Check, and make the features that are missing; all processes share that work.
+
+    Args:
+        config: The run.
+        target: M_l. It is loaded only when features are missing, and then to see whether it is the teacher's.
+        proxy: M_s; None for the target's own first layers.
+        accelerator: Says where the proxy runs: in float32 on a CPU, in bfloat16 on a GPU.
+
+    Raises:
+        InvalidInputError: No shards, too few documents, or a proxy with other tokens or fewer layers.
+        ShardError: Shards that are damaged, or not of this target.
+        FileNotFoundError: A folder is none of shards.
+    """
+    geometry = ModelGeometry.from_config(AutoConfig.from_pretrained(target.folder))
+    shards = _shards(config, geometry)
+    taught = shards[0].identity["target"]
+    small = proxy or target
+    whole: PreTrainedConfig = AutoConfig.from_pretrained(small.folder)
+    dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
+    layers = config.features.proxy_layers
+    reader = FeatureMaker(
+        load_first_layers(small.folder, layers, revision=None, dtype=dtype, device=accelerator.device),
+        config.features,
+        AutoTokenizer.from_pretrained(small.folder),
+    )
+    identity = reader.identity()
+    missing = missing_features(shards, identity)
+    accelerator.wait_for_everyone()  # nobody makes any before all have looked
+    if missing:
+        if accelerator.is_main_process:
+            _check_weights(target, taught)
+        if proxy is not None:
+            theirs = AutoTokenizer.from_pretrained(target.folder)
+            for shard in missing:
+                ids = torch.cat([document.input_ids for document in read_shard(shard.path, shard.identity)])
+                check_same_tokens(ids, reader.tokenizer or theirs, theirs)
+        own = missing[accelerator.process_index :: accelerator.num_processes]
+        make_features(own, reader, progress=accelerator.is_main_process)
+        accelerator.wait_for_everyone()
+    training, held_out = split(places_of(shards, identity))
+    return Prepared(
+        FeatureDataset(training, geometry),
+        FeatureDataset(held_out, geometry),
+        {"shards": sorted(shard.sha256 for shard in shards), "read": identity},
+        {
+            "target_geometry": geometry.to_dict(),
+            "proxy_geometry": ModelGeometry.from_config(whole).to_dict(),
+            "target_id": taught["id"],
+            "proxy_id": SELF_PROXY if proxy is None else proxy.name,
+            "proxy_revision": None if proxy is None else getattr(whole, "_commit_hash", None),
+            "target_weights": taught["weights"],
+            "proxy_weights": identity["proxy_weights"],
+            "features": config.features.to_dict(),
+            "channels": config.features.channels(reader.proxy.config),
+            "score_recipe": RECIPE,
+        },
+    )
+
+
+def new_mapper(
+    config: TrainingConfig, prepared: Prepared, statistics: Statistics, training: dict[str, Any]
+) -> HybridAxialMapper:
+    """A mapper that is about the head prior, from random weights.
+
+    Started from the ridge regression it learns less: that has fitted the training documents already, and what it
+    leaves over there is not what it leaves over elsewhere.
+
+    Args:
+        config: The run.
+        prepared: Of it.
+        statistics: Of its training documents.
+        training: What the mapper's config says of the run.
+    """
+    settings = HybridAxialMapperConfig(**prepared.config, **config.mapper, training=training)
+    with torch.random.fork_rng([]), torch.no_grad():
+        torch.manual_seed(config.seed)
+        mapper = HybridAxialMapper(settings)
+        mapper.heads.output.normal_(std=START)
+    mapper.set_channel_statistics(statistics.mean, statistics.std)
+    mapper.set_head_prior(statistics.prior)
+    return mapper
+
+
+def _shards(config: TrainingConfig, geometry: ModelGeometry) -> list[Shard]:
+    """Those of all folders, of one and the same target."""
+    found: list[Shard] = []
+    for folder in config.teacher:
+        weights = found[0].identity["target"]["weights"] if found else None
+        path = Path(folder).expanduser()
+        found += checked_shards(path, geometry=geometry, weights=weights, score_recipe=RECIPE)
+    if not found:
+        raise InvalidInputError(
+            f"expected scored documents, but no shard is finished in {', '.join(config.teacher)}: run `proxykv teacher`"
+        )
+    return found
+
+
+def _check_weights(target: Source, taught: dict[str, Any]) -> None:
+    """Refuse a target that is not the teacher's."""
+    dtype = "auto" if taught["dtype"] is None else getattr(torch, taught["dtype"])
+    found = weights_fingerprint(AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype))
+    if found != taught["weights"]:
+        raise ShardError(
+            f"the shards were scored by {taught['id']} with weights {taught['weights']}, but {target.folder} has "
+            f"{found}: give the target that `proxykv teacher` was run on"
+        )
