@@ -18,7 +18,12 @@ while it prefills. A HybridAxialMapper of ProxyKV (arXiv 2605.16360), trained on
 (arXiv 2505.23416).
 
 ```python
-cache = ProxyPrunedCache.from_pretrained("{folder}", target=model, tokenizer=tokenizer, retention_ratio=0.2)
+cache = ProxyPrunedCache.from_pretrained(
+    "{folder}",
+    target=model,
+    tokenizer=tokenizer,
+    retention_ratio=0.2,
+)
 model.generate(**inputs, past_key_values=cache)
 ```
 
