@@ -60,6 +60,22 @@ def log_events(monkeypatch, target):
     return events, handle
 
 
+def run_until_cancelled(monkeypatch):
+    """Have the proxy run until it is told to stop; the event that says it has."""
+    from proxykv_hf.scorers import proxy as module
+
+    stopped = threading.Event()
+
+    def forever(*args, cancelled, **kwargs):
+        while not cancelled():
+            pass
+        stopped.set()
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(module, "proxy_features", forever)
+    return stopped
+
+
 @pytest.mark.parametrize(
     ("schedule", "order"), [("proxy_first", ["proxy", "target"]), ("sequential", ["target", "proxy"])]
 )
@@ -236,20 +252,12 @@ def test_a_proxy_without_memory_beside_the_target_runs_after_it(target, scorer, 
 
 def test_an_interrupt_while_the_proxy_runs_first_stops_it(target, scorer, monkeypatch):
     from proxykv_hf.lane import Job
-    from proxykv_hf.scorers import proxy as module
 
-    stopped = threading.Event()
-
-    def forever(*args, cancelled, **kwargs):
-        while not cancelled():
-            pass
-        stopped.set()
-        raise RuntimeError("stopped")
+    stopped = run_until_cancelled(monkeypatch)
 
     def interrupt(job, timeout=None):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "proxy_features", forever)
     monkeypatch.setattr(Job, "wait", interrupt)
     with ProxyPrunedCache(target, scorer, POLICY, schedule="proxy_first") as cache:
         with pytest.raises(KeyboardInterrupt):
@@ -280,14 +288,7 @@ def test_a_chunk_that_is_known_to_be_one_starts_no_proxy(target, scorer, schedul
 
 
 def test_a_timeout_is_not_counted_twice(target, scorer, monkeypatch):
-    from proxykv_hf.scorers import proxy as module
-
-    def forever(*args, cancelled, **kwargs):
-        while not cancelled():
-            pass
-        raise RuntimeError("stopped")
-
-    monkeypatch.setattr(module, "proxy_features", forever)
+    run_until_cancelled(monkeypatch)
     with ProxyPrunedCache(target, scorer, POLICY, timeout=0.5, schedule="proxy_first") as cache:
         started = time.perf_counter()
         with pytest.warns(ProxyKVWarning, match=r"not there after 0.5 s"):
@@ -296,17 +297,7 @@ def test_a_timeout_is_not_counted_twice(target, scorer, monkeypatch):
 
 
 def test_a_cache_that_is_dropped_stops_its_lane(target, scorer, monkeypatch):
-    from proxykv_hf.scorers import proxy as module
-
-    stopped = threading.Event()
-
-    def forever(*args, cancelled, **kwargs):
-        while not cancelled():
-            pass
-        stopped.set()
-        raise RuntimeError("stopped")
-
-    monkeypatch.setattr(module, "proxy_features", forever)
+    stopped = run_until_cancelled(monkeypatch)
     cache = ProxyPrunedCache(target, scorer, POLICY, schedule="overlap")
     call_forward(target, input_ids=random_ids(1, TOKENS), cache=cache)
     del cache

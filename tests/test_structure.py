@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "proxykv_hf"
 
 #: A file imports only from levels below its own.
 LEVELS = {
-    0: ["errors", "_compat"],
+    0: ["errors", "files", "_compat"],
     1: ["geometry", "retention", "storage", "prompt", "chat", "report", "lane", "logits"],
     2: ["attention", "inputs", "ragged", "scorers.base"],
     3: ["layers", "reconstruction"],

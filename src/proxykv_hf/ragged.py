@@ -10,6 +10,7 @@ group, the new tokens, and the batch rows that are copies of one row. Two ways, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -194,6 +195,7 @@ def _suits_varlen(grouped: Tensor, storage: RaggedStorage, softcap: float | None
     )
 
 
+@functools.cache  # asked in every layer of every step, and a module that is missing is looked for anew each time
 def varlen_attention() -> VarlenAttention | None:
     """The flash kernel over sequences of unlike lengths: flash-attn's where installed, else torch's, else None."""
     try:

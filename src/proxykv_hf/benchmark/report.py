@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
+from ..files import write_whole
 
 #: A row of the Markdown table: heading, key of the summary, format.
 COLUMNS = (
@@ -120,9 +120,7 @@ def write_results(path: Path, header: dict[str, Any], rows: Sequence[dict[str, A
 
     head = json.dumps(header, ensure_ascii=False)
     text = f'{{"header": {head},\n"rows": {lines(rows)},\n"summary": {lines(summarize(rows))}}}\n'
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, text.encode())
 
 
 def plot(summary: Sequence[dict[str, Any]], path: Path, title: str) -> None:

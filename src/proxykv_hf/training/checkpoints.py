@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from ..errors import InvalidInputError
+from ..files import write_whole
 from ..mapper import HybridAxialMapper
-from .shards import differences, plain, write_whole
+from .shards import differences, plain
 
 Epoch = dict[str, Any]
 """What history has of an epoch, see `loop.train`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..files import write_whole
 from ..mapper import HybridAxialMapper
 from ..model_card import mapper_card, operations_per_token
 from .checkpoints import Epoch
@@ -15,7 +16,6 @@ from .config import TrainingConfig
 from .dataset import FeatureDataset
 from .metrics import RATIOS, gain, mean_metrics, measure, prior_scores
 from .ridge import Ridge, Statistics
-from .shards import write_whole
 
 PRIOR, RIDGE, MAPPER = "head prior", "ridge regression", "this mapper"
 

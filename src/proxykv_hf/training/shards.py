@@ -24,6 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import ShardError
+from ..files import write_whole
 from ..geometry import ModelGeometry
 
 FORMAT = 1
@@ -330,19 +331,3 @@ def differences(expected: dict[str, Any], found: dict[str, Any], prefix: str = "
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """The file appears whole or, with a full disk say, stays what it was."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # a full disk does not say where
-            error.filename = str(path)
-        raise
