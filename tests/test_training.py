@@ -370,6 +370,9 @@ def test_two_processes_do_what_one_does(home, uninterrupted, tmp_path):
     torch.multiprocessing.spawn(process, (port, arguments), nprocs=2)
     theirs, ours = weights(config.out, 3), weights(tmp_path / "out", 3)
     for name, value in theirs.items():
+        if name.endswith("qkv.bias"):  # softmax does not see the key's: AdamW makes steps of its gradient's rounding
+            theirs_of, ours_of = value.chunk(3), ours[name].chunk(3)
+            value, ours[name] = torch.cat(theirs_of[::2]), torch.cat(ours_of[::2])
         torch.testing.assert_close(ours[name], value, atol=1e-5, rtol=0, msg=name)
     state = json.loads((tmp_path / "out" / "checkpoints" / "epoch-0003" / "state.json").read_text())
     assert [e["loss"] for e in state["history"]] == pytest.approx([e["loss"] for e in history], abs=1e-5)

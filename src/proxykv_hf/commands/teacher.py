@@ -12,7 +12,7 @@ from accelerate import PartialState
 from ..errors import InvalidInputError
 from ..training.corpus import Corpus
 from ..training.teacher import import_folder, score_corpus
-from .models import add_target, device_and_dtype, load, public_name
+from .models import DTYPES, add_target, device_and_dtype, load, public_name
 
 
 def add_parser(commands: Any) -> None:
@@ -54,6 +54,7 @@ def add_parser(commands: Any) -> None:
         default="train",
         help="one text file in ten and its documents are held out (default: train)",
     )
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.set_defaults(run=run)
 
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         corpus = Corpus(arguments.text, split=arguments.split, seed=arguments.seed, tokens=tuple(arguments.tokens))
     state = PartialState(cpu=not torch.cuda.is_available())  # on CPUs it looks for other processes only so
     try:
-        model, tokenizer = load(arguments.target, *device_and_dtype(str(state.device)))
+        model, tokenizer = load(arguments.target, *device_and_dtype(str(state.device), arguments.dtype))
         common: dict[str, Any] = {
             "target_id": public_name(arguments.target),
             "revision": getattr(model.config, "_commit_hash", None),

@@ -1,0 +1,1 @@
+"""What is lost at each budget: tasks, metrics, one runner, the report."""
