@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import warnings
 
 import pytest
@@ -26,6 +25,7 @@ from proxykv_hf import (
 from proxykv_hf._compat import call_forward
 from proxykv_hf.lane import Job
 from proxykv_hf.prefill import SCHEDULES
+from proxykv_hf.pruning import Pruner
 
 TOKENS = 60
 
@@ -301,10 +301,31 @@ def test_a_timeout_is_not_counted_twice(target, scorer, monkeypatch):
 
     monkeypatch.setattr(Job, "wait", noting(Job.wait))
     monkeypatch.setattr(Job, "result", noting(Job.result))
-    with ProxyPrunedCache(target, scorer, POLICY, timeout=0.5, schedule="proxy_first") as cache:
-        with pytest.warns(ProxyKVWarning, match=r"not there after 0.5 s"):
-            cache.prefill(random_ids(1, TOKENS))
+    cache = ProxyPrunedCache(target, scorer, POLICY, timeout=0.5, schedule="proxy_first")
+    with cache, pytest.warns(ProxyKVWarning, match=r"not there after 0.5 s"):
+        cache.prefill(random_ids(1, TOKENS))
     assert waits == [0.5, 0.0]  # all of it before the target's prefill, so nothing after
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+@pytest.mark.parametrize(("schedule", "reserved"), [("proxy_first", True), ("sequential", False)])
+def test_what_is_kept_is_allocated_before_the_activations(target, scorer, allocation, schedule, reserved, monkeypatch):
+    """All layers' at once where the scores come first; else each layer's alone, so that no more is held beside it."""
+    rooms = []
+    prune = Pruner.prune
+
+    def noting(pruner, place, *args):
+        rooms.append(sorted(pruner._rooms))
+        return prune(pruner, place, *args)
+
+    monkeypatch.setattr(Pruner, "prune", noting)
+    policy = RetentionPolicy(0.3, allocation=allocation, sink_tokens=0, recent_tokens=0)
+    with ProxyPrunedCache(target, scorer, policy, schedule=schedule) as cache:
+        cache.prefill(random_ids(1, TOKENS))
+        layers = len(cache.layers)
+        assert rooms == [list(range(place, layers)) if reserved else [] for place in range(layers)]
+        report = cache.report()
+        assert report.bytes_kept == sum(tensor.nbytes for tensor in cache.tensors())
 
 
 def test_a_cache_that_is_dropped_stops_its_lane(target, scorer, monkeypatch):

@@ -453,7 +453,9 @@ class ProxyPrunedCache(DynamicCache):
             whole = layer.update(key_states, value_states, *args, **kwargs)
             layer.keys, layer.values = own(layer.keys), own(layer.values)  # a view would hold the whole prompt
             return whole
+        assert self._pruner is not None
         with self._pruning():
+            self._pruner.reserve(key_states, value_states, self.geometry.full_layers.index(layer_idx))
             self._prune_layer(layer, key_states, value_states, key_states.nbytes + value_states.nbytes)
         attention.hand_over(key_states, value_states, layer)  # which holds nothing, and lets the back end attend
         return key_states, value_states

@@ -11,7 +11,7 @@ from .errors import ProxyKVWarning
 from .layers import PrunedLayer
 from .prompt import Prompt
 from .retention import RetentionPolicy, select
-from .storage import DenseStorage, RaggedStorage
+from .storage import DenseStorage, RaggedStorage, plain_tensors
 
 
 def keep_masks(scores: Tensor, prompt: Prompt, policy: RetentionPolicy) -> tuple[Tensor, int]:
@@ -52,6 +52,34 @@ class Pruner:
         self._rows = torch.searchsorted(torch.tensor(present), rows)
         self._representatives = [int((self._rows == row).nonzero()[0]) for row in range(len(present))]
         self._ragged = ragged
+        self._rooms: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @plain_tensors
+    def reserve(self, keys: Tensor, values: Tensor, place: int) -> None:
+        """Allocate what this layer and the later ones keep, before the forward goes on.
+
+        Small tensors that stay, made between large ones that come and go, break up an allocator's free memory:
+        SmolLM2's process grew by 15 MB a layer at 1,024 tokens, of which 1 MB was kept.
+
+        Args:
+            keys: `[B, H, N, D]`, the layer's fresh ones; the later layers' are taken to be like them.
+            values: `[B, H, N, Dv]`.
+            place: Of the layer among the full-attention layers.
+        """
+        if not self._rooms:
+            for later, kept in enumerate(self._keep[:, place:].sum((0, 2, 3)).tolist(), start=place):
+                rows, heads = self._keep.shape[0], self._keep.shape[2]
+                shape = (kept,) if self._ragged else (*keys.shape[:2], kept // (rows * heads))
+                self._rooms[later] = (keys.new_empty(*shape, keys.shape[3]), values.new_empty(*shape, values.shape[3]))
+
+    def _room(self, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What was reserved for a layer, if it is like what was expected."""
+        room = self._rooms.pop(place, None)
+        fits = room is not None and all(
+            (ours.shape[-1], ours.dtype, ours.device) == (fresh.shape[-1], fresh.dtype, fresh.device)
+            for ours, fresh in zip(room, (keys, values), strict=True)
+        )
+        return room if fits else None
 
     def prune(self, place: int, index: int, keys: Tensor, values: Tensor) -> PrunedLayer:
         """The layer of what is kept.
@@ -64,11 +92,13 @@ class Pruner:
         """
         keep = self._keep[:, place]
         prompt = keep.shape[2]
+        room = self._room(place, keys, values)
         if self._ragged:
-            storage = RaggedStorage.gather(keys, values, keep, self._rows, self._representatives)
+            storage = RaggedStorage.gather(keys, values, keep, self._rows, self._representatives, room)
             return PrunedLayer(index, storage, offset=prompt)
         kept = int(keep[0, 0].sum())
-        return PrunedLayer(index, DenseStorage.gather(keys, values, keep, self._rows), offset=prompt - kept, fixed=kept)
+        dense = DenseStorage.gather(keys, values, keep, self._rows, room)
+        return PrunedLayer(index, dense, offset=prompt - kept, fixed=kept)
 
 
 def warn_over_budget(pairs: int) -> None:

@@ -110,7 +110,14 @@ class DenseStorage:
 
     @classmethod
     @plain_tensors
-    def gather(cls, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor) -> DenseStorage:
+    def gather(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        keep: Tensor,
+        rows: Tensor,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> DenseStorage:
         """Only what ``keep`` marks, which must be the same number for every row and head.
 
         Args:
@@ -118,16 +125,21 @@ class DenseStorage:
             values: `[B, H, N, Dv]`.
             keep: `[R, H, N']`, bool, ``N' <= N``; later columns are all kept.
             rows: `[B]`, which row of ``keep`` each batch row follows.
+            out: `[B, H, K, D]` and `[B, H, K, Dv]` to use as its memory, or None for new.
         """
         distinct, heads, prompt = keep.shape
         places = keep.nonzero()[:, 2].view(distinct, heads, -1)  # [R, H, K], ascending
         later = torch.arange(prompt, keys.shape[2], device=places.device).expand(distinct, heads, -1)
         places = torch.cat([places, later], dim=2).to(keys.device)
         places = places.index_select(0, rows.to(places.device)).unsqueeze(-1)  # [B, H, K, 1]
-        return cls(
-            keys.gather(2, places.expand(-1, -1, -1, keys.shape[3])),
-            values.gather(2, places.expand(-1, -1, -1, values.shape[3])),
+        shape = places.shape[:3]
+        kept_keys, kept_values = out or (
+            keys.new_empty(*shape, keys.shape[3]),
+            values.new_empty(*shape, values.shape[3]),
         )
+        torch.gather(keys, 2, places.expand(-1, -1, -1, keys.shape[3]), out=kept_keys)
+        torch.gather(values, 2, places.expand(-1, -1, -1, values.shape[3]), out=kept_values)
+        return cls(kept_keys, kept_values)
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that hold memory."""
@@ -150,7 +162,14 @@ class RaggedBlock:
 
     @classmethod
     @plain_tensors
-    def gather(cls, keys: Tensor, values: Tensor, keep: Tensor, representatives: Sequence[int]) -> RaggedBlock:
+    def gather(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        keep: Tensor,
+        representatives: Sequence[int],
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> RaggedBlock:
         """Only what ``keep`` marks; besides the result no more than one head's indices is allocated.
 
         Args:
@@ -158,10 +177,12 @@ class RaggedBlock:
             values: `[B, H, N, Dv]`.
             keep: `[R, H, N]`, bool.
             representatives: R batch rows, one for each distinct row.
+            out: `[T, D]` and `[T, Dv]` to use as its memory, or None for new.
         """
         lengths = tuple(tuple(row) for row in keep.sum(2).tolist())
         total = sum(map(sum, lengths))
-        block = cls(keys.new_empty(total, keys.shape[3]), values.new_empty(total, values.shape[3]), lengths)
+        out = out or (keys.new_empty(total, keys.shape[3]), values.new_empty(total, values.shape[3]))
+        block = cls(*out, lengths)
         keep = keep.to(keys.device)
         for distinct, batch_row in enumerate(representatives):
             for head, (kept_keys, kept_values) in enumerate(block.heads[distinct]):
@@ -208,7 +229,13 @@ class RaggedStorage:
     @classmethod
     @plain_tensors
     def gather(
-        cls, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor, representatives: Sequence[int]
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        keep: Tensor,
+        rows: Tensor,
+        representatives: Sequence[int],
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> RaggedStorage:
         """Only what ``keep`` marks.
 
@@ -218,9 +245,10 @@ class RaggedStorage:
             keep: `[R, H, N']`, bool, ``N' <= N``; columns from N' on go to the tail.
             rows: `[B]`, the distinct row of each batch row.
             representatives: R batch rows, one for each distinct row.
+            out: Memory for the block, see `RaggedBlock.gather`.
         """
         prompt = keep.shape[2]
-        block = RaggedBlock.gather(keys[:, :, :prompt], values[:, :, :prompt], keep, representatives)
+        block = RaggedBlock.gather(keys[:, :, :prompt], values[:, :, :prompt], keep, representatives, out)
         return cls(block, rows, DenseStorage(keys[:, :, prompt:], values[:, :, prompt:]))
 
     @classmethod
