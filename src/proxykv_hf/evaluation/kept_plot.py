@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: Words over a strip, and the longest that is not cut: so many fit beside each other.
 WORDS, LETTERS = 8, 11
+#: About a panel's width.
+PIXELS = 1400
 _MARK = OTHERS[0]
 
 
@@ -69,14 +71,14 @@ def _draw_heads(axes: Axes, kept: Kept, name: str, colour: str) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     layers, heads, tokens = kept.masks[name].shape
-    # Where tokens or heads are more than pixels, antialiasing shows how dense what is kept lies.
+    # Of more tokens than the panel has pixels, antialiasing shows how dense those that are kept lie.
     axes.imshow(
         kept.masks[name].reshape(layers * heads, tokens).float().numpy(),
         cmap=LinearSegmentedColormap.from_list(name, ["#FFFFFF", colour]),
         vmin=0,
         vmax=1,
         aspect="auto",
-        interpolation="antialiased",
+        interpolation="nearest" if tokens <= PIXELS else "antialiased",
         extent=(-0.5, tokens - 0.5, layers, 0),
     )
     for start, stop in kept.marks:
