@@ -12,8 +12,6 @@ from typing import Any
 from ..errors import InvalidInputError
 
 FORMAT = 1
-#: The method that is the whole cache.
-FULL = "full"
 #: What a header must have.
 _NEEDED = ("target", "dtype", "tokens", "seed", "query_aware")
 #: Files that differ in one of these tell of different experiments.
@@ -45,6 +43,10 @@ class Point:
 
     def __str__(self) -> str:
         return f"{self.variant} at {self.ratio:g}"
+
+
+#: The full cache, which is in every file.
+FULL = Point(Variant("full", None), 1.0)
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ def read_outcomes(paths: Sequence[Path]) -> Outcomes:
     if not outcomes.rows:
         raise InvalidInputError(f"expected rows after the header, got none in {', '.join(outcomes.files)}")
     for task, asked in outcomes.rows.items():
-        if not any(point.variant.method == FULL for row in asked.values() for point in row):
+        if not any(FULL in row for row in asked.values()):
             raise InvalidInputError(
-                f"task {task}: expected rows of the method {FULL!r}, which all are compared with, got none"
+                f"task {task}: expected rows of the method 'full', which all are compared with, got none"
             )
     return outcomes
 
@@ -197,15 +199,17 @@ def _add_row(row: dict[str, Any], where: str, outcomes: Outcomes) -> None:
     task = take("task", f"one of the header's tasks ({', '.join(outcomes.tasks)})", lambda v: v in outcomes.tasks)
     asked = (take("example", "a name", _is_name), take("question", "a number from 0", lambda v: type(v) is int))
     method = take("method", "a name", _is_name)
-    allocation = None if method == FULL else take("allocation", "a name", _is_name)
-    ratio = take("ratio", "a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1)
+    if method == FULL.variant.method:
+        point = FULL
+    else:
+        ratio = take("ratio", "a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1)
+        point = Point(Variant(method, take("allocation", "a name", _is_name)), float(ratio))
     full = take("bytes_full", "a number above 0", lambda v: _is_number(v) and v > 0)
     outcome = Outcome(
         score=float(take("score", "a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1)),
         nll=math.nan if row.get("nll", 0) is None else float(take("nll", "a number or null", _is_number)),
         kept=take("bytes", "a number", _is_number) / full,
     )
-    point = Point(Variant(method, allocation), float(ratio))
     known = outcomes.rows.setdefault(task, {}).setdefault(asked, {}).setdefault(point, outcome)
     if known.score != outcome.score:
         raise InvalidInputError(

@@ -32,7 +32,7 @@ def plot_scores(summary: Summary, path: Path, title: str) -> bool:
             _draw_scores(axes, summary, allocation)
             if len(allocations) > 1:
                 axes.set_title(f"{allocation}: {_ALLOCATIONS.get(str(allocation), '')}", loc="left", color=GREY)
-        panels[0].set_ylabel(f"mean score over {len(summary.judged)} tasks")
+        panels[0].set_ylabel("mean score" + (f" over {len(summary.judged)} tasks" if len(summary.judged) > 1 else ""))
         save(figure, path, title)
     return True
 
@@ -56,11 +56,9 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
         )
         axes.fill_between(ratios, low, high, color=colour, alpha=0.16 if first else 0.08, linewidth=0)
         ends.append((values[-1], variant.method if variant.allocation == allocation else str(variant), colour))
-    full = next((found for point, found in summary.overall.items() if point.variant.method == FULL), None)
-    shares = summary.ratios()
-    if full is not None:
-        axes.axhline(full.score.value, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-        axes.text(shares[0], full.score.value + 0.012, f"full cache {full.score.value:.2f}", color=GREY, va="bottom")
+    shares, full = summary.ratios(), summary.overall[FULL].score.value
+    axes.axhline(full, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+    axes.text(shares[0], full + 0.012, f"full cache {full:.2f}", color=GREY, va="bottom")
     axes.set_xscale("log")
     axes.set_xlim(shares[0] * 1.08, shares[-1] / 1.08)  # less is kept to the right, where methods part
     axes.set_xticks(shares, [f"{ratio:g}" for ratio in shares])
@@ -79,7 +77,7 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
             textcoords=("axes fraction", "data"),
             color=colour,
             va="center",
-            fontweight="bold" if name.startswith(summary.ours.method) else "normal",
+            fontweight="bold" if colour == OURS else "normal",
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "relpos": (0, 0.5)},
         )
 

@@ -62,19 +62,22 @@ class TaskSummary:
         metric: What scores its answers.
         examples: Contexts.
         questions: Asked of them, by any method.
-        full: The full cache's score.
         figures: By point, the full cache's among them.
     """
 
     metric: str
     examples: int
     questions: int
-    full: Estimate
     figures: dict[Point, Figures]
 
     @property
+    def full(self) -> Figures:
+        """The full cache's."""
+        return self.figures[FULL]
+
+    @property
     def within_reach(self) -> bool:
-        return self.full.value >= WITHIN_REACH
+        return self.full.score.value >= WITHIN_REACH
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,10 @@ class Summary:
     def points(self) -> list[Point]:
         """Of every task, the full cache's left out."""
         all_points = (point for task in self.tasks.values() for point in task.figures)
-        return list(dict.fromkeys(point for point in all_points if point.variant.method != FULL))
+        return list(dict.fromkeys(point for point in all_points if point != FULL))
 
     def ratios(self) -> list[float]:
-        """Below 1 or not, of what prunes; the largest first."""
+        """Of what prunes, the largest first."""
         return sorted({point.ratio for point in self.points()}, reverse=True)
 
     def variants(self) -> list[Variant]:
@@ -139,7 +142,6 @@ class Summary:
                     "metric": task.metric,
                     "examples": task.examples,
                     "questions": task.questions,
-                    "full": dataclasses.asdict(task.full),
                     "within_reach": task.within_reach,
                     "figures": entries(task.figures),
                 }
@@ -172,8 +174,7 @@ def summarize(
         parts = {point: table.parts(point, yardstick, own) for point in table.points}
         counts = {point: table.counts(point, own) for point in table.points}
         figures = {point: _figures(parts[point], *counts[point]) for point in table.points}
-        full = next(found.score for point, found in figures.items() if point.variant.method == FULL)
-        tasks[name] = TaskSummary(outcomes.tasks[name], table.resampler.examples, len(rows), full, figures)
+        tasks[name] = TaskSummary(outcomes.tasks[name], table.resampler.examples, len(rows), figures)
         if not tasks[name].within_reach:
             continue
         for point in table.points:
@@ -209,13 +210,12 @@ class _Table:
             }
             for point in self.points
         }
-        self._full = next(point for point in self.points if point.variant.method == FULL)
 
     def parts(self, point: Point, reference: Variant, ours: Variant) -> Parts:
         """The means that a point's figures are made of; those left out that have nothing to be taken from."""
         own = self._columns[point]
         parts = {name: self.resampler.mean(own[name]) for name in ("score", "nll", "kept")}
-        parts |= self._shared("full", own["score"], self._columns[self._full]["score"])
+        parts |= self._shared("full", own["score"], self._columns[FULL]["score"])
         beside = self._columns.get(Point(reference, point.ratio))
         if beside is not None:
             parts |= self._shared("reference", own["score"], beside["score"])

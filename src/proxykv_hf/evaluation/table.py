@@ -41,7 +41,7 @@ def _what_was_asked(outcomes: Outcomes, summary: Summary) -> str:
         f"{header['tokens']} tokens, {_count(len(tasks), 'task')}. The questions are "
         + ("**seen** by what prunes." if header["query_aware"] else "not seen by what prunes.")
     ]
-    beyond = [f"{name} ({task.full.value:.2f})" for name, task in summary.tasks.items() if not task.within_reach]
+    beyond = [f"{name} ({task.full.score.value:.2f})" for name, task in summary.tasks.items() if not task.within_reach]
     if beyond:
         lines.append(
             f"Beyond the model, since its full cache scores under {WITHIN_REACH}, and left out of all means: "
@@ -53,11 +53,10 @@ def _what_was_asked(outcomes: Outcomes, summary: Summary) -> str:
 
 def _overall(summary: Summary) -> list[str]:
     reference, ours, figures = summary.reference, summary.ours, summary.overall
-    full = next((found for point, found in figures.items() if point.variant.method == FULL), None)
     return [
         "## Score",
         f"Mean over {_count(len(summary.judged), 'task')}, each the same weight, and its 95 % interval.",
-        _table(summary, figures, _score, full=full, last=("KV bytes, of full", _kept(summary))),
+        _table(summary, figures, _score, full=figures[FULL], last=("KV bytes, of full", _kept(summary))),
         f"## Recovery of {reference}",
         f"Score over that of {reference} at the same ratio. {_where_not_meaningful(reference)}",
         _table(summary, figures, _recovery(summary), without=reference),
@@ -78,14 +77,16 @@ def _by_task(summary: Summary) -> list[str]:
     rows = []
     for name, task in summary.tasks.items():
         cells = [_cell(task.figures, Point(summary.ours, ratio), _recovery(summary)) for ratio in ratios]
-        rows.append([name + ("" if task.within_reach else " (beyond the model)"), f"{task.full.value:.2f}", *cells])
+        rows.append(
+            [name + ("" if task.within_reach else " (beyond the model)"), f"{task.full.score.value:.2f}", *cells]
+        )
     parts = [
         "## By task",
         f"What {summary.ours} recovers of {summary.reference}. {_where_not_meaningful(summary.reference)}",
         _grid(["task", "full", *map(_ratio, ratios)], rows),
     ]
     for name, task in summary.tasks.items():
-        parts += [f"### {name}", _about(task), _table(summary, task.figures, _score, full=_full(task))]
+        parts += [f"### {name}", _about(task), _table(summary, task.figures, _score, full=task.full)]
     return parts
 
 
@@ -94,26 +95,19 @@ def _about(task: TaskSummary) -> str:
     if task.examples < 2:
         about += " One context tells no interval."
     if not task.within_reach:
-        about += f" Beyond the model: the full cache scores {task.full.value:.2f}."
+        about += f" Beyond the model: the full cache scores {task.full.score.value:.2f}."
     return about
-
-
-def _full(task: TaskSummary) -> Figures:
-    return next(found for point, found in task.figures.items() if point.variant.method == FULL)
 
 
 def _unequal(outcomes: Outcomes, summary: Summary) -> list[str]:
     """Names every point that has not answered what others of its task have."""
     missing: dict[tuple[str, str], list[Point]] = {}
     for name, task in summary.tasks.items():
-        for point in summary.points():
+        for point in (FULL, *summary.points()):
             found = task.figures.get(point)
             if found is None or found.questions < task.questions:
                 answered = f"{0 if found is None else found.questions} of {task.questions}"
                 missing.setdefault((name, answered), []).append(point)
-        full = _full(task).questions
-        if full < task.questions:
-            missing.setdefault((name, f"{full} of {task.questions}"), []).append(Point(Variant(FULL, None), 1.0))
     lines = [
         f"- {name}, {answered} questions answered: {', '.join(map(str, points))}"
         for (name, answered), points in missing.items()
@@ -205,7 +199,7 @@ def _table(
     ratios = summary.ratios()
     whole = [] if full is None else ["all"]
     heading = ["method", "allocation", *whole, *map(_ratio, ratios), *(["questions paired"] if pairs else [])]
-    rows = [] if full is None else [[FULL, "", show(full), *[""] * len(ratios)]]
+    rows = [] if full is None else [[FULL.variant.method, "", show(full), *[""] * len(ratios)]]
     for variant in summary.variants():
         if variant == without:
             continue
