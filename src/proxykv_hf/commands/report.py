@@ -1,0 +1,78 @@
+"""``proxykv report``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInputError
+from ..evaluation.outcomes import Outcomes, read_outcomes
+from ..evaluation.plots import plot_recovery, plot_scores
+from ..evaluation.summary import Summary, summarize
+from ..evaluation.table import markdown
+from ..files import write_whole
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="say what an evaluation found: tables, intervals, pictures",
+        description="Scores with 95 % intervals, what is recovered of KVzip and of the full cache, and paired "
+        "differences to every other method, of files that `proxykv evaluate` wrote.",
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON lines, of one experiment")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="for report.md, report.json and, where matplotlib is installed, scores.png and recovery.png "
+        "(default: Markdown to stdout)",
+    )
+    parser.add_argument(
+        "--reference",
+        default="kvzip",
+        metavar="METHOD[:ALLOCATION]",
+        help="what recovery is relative to (default: kvzip; of two allocations, global)",
+    )
+    parser.add_argument(
+        "--ours",
+        default="proxykv",
+        metavar="METHOD[:ALLOCATION]",
+        help="what the others are compared with (default: proxykv)",
+    )
+    parser.add_argument("--samples", type=int, default=10_000, help="resamples of an interval (default: 10000)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.samples < 1:
+        raise InvalidInputError(f"--samples: expected at least 1, got {arguments.samples}")
+    outcomes = read_outcomes(arguments.files)
+    summary = summarize(outcomes, arguments.reference, arguments.ours, arguments.samples)
+    if arguments.out is None:
+        print(markdown(outcomes, summary), end="")
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    pictures = _pictures(outcomes, summary, arguments.out)
+    figures = {"files": outcomes.files, "headers": outcomes.headers} | summary.to_dict()
+    write_whole(arguments.out / "report.json", (json.dumps(figures, indent=1, ensure_ascii=False) + "\n").encode())
+    write_whole(arguments.out / "report.md", markdown(outcomes, summary, pictures).encode())
+    print(arguments.out / "report.md")
+
+
+def _pictures(outcomes: Outcomes, summary: Summary, folder: Path) -> list[Path]:
+    """Those that can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no pictures without matplotlib: pip install 'proxykv-hf[plot]'", file=sys.stderr)
+        return []
+    header = outcomes.headers[0]
+    title = f"{header['target']}, contexts of {header['tokens']} tokens, {header['dtype']}"
+    made = []
+    for name, plot in (("scores.png", plot_scores), ("recovery.png", plot_recovery)):
+        if plot(summary, folder / name, title):
+            made.append(folder / name)
+    return made

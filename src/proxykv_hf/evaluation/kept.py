@@ -1,0 +1,136 @@
+"""Which tokens of one text are kept, in which layers and heads: masks, and the words at their peaks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..cache import ProxyPrunedCache
+from ..chat import chat_affixes, encode
+from ..errors import InvalidInputError
+from ..retention import RetentionPolicy, select
+from ..scorers.base import Scorer
+
+#: A span of tokens and the text it stands for.
+Word = tuple[int, int, str]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What each scorer keeps of the same N tokens.
+
+    Args:
+        layers: The full-attention layers' numbers, L_full of them.
+        masks: By scorer's name, `[L_full, H, N]`, bool.
+        words: The text's, in order.
+        marks: Spans of tokens to be shown, ``(start, stop)``.
+    """
+
+    layers: tuple[int, ...]
+    masks: dict[str, Tensor]
+    words: tuple[Word, ...]
+    marks: tuple[tuple[int, int], ...]
+
+    def heads_keeping(self, name: str) -> Tensor:
+        """`[N]`: the share of all heads that keep each token."""
+        return self.masks[name].float().mean((0, 1))
+
+    def overlap(self, name: str, other: str) -> float:
+        """The share of the pairs that ``name`` keeps which ``other`` keeps too."""
+        mask = self.masks[name]
+        return float((mask & self.masks[other]).sum() / mask.sum())
+
+
+@torch.no_grad()
+def find_kept(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    scorers: Mapping[str, Scorer],
+    policy: RetentionPolicy,
+    *,
+    tokens: int | None = None,
+    marks: Sequence[str] = (),
+) -> Kept:
+    """Prefill a user's turn that begins with ``text``, score it, and select.
+
+    Args:
+        target: In eval mode.
+        tokenizer: Its tokenizer, a fast one.
+        text: What is scored and may be evicted.
+        scorers: By name, all run over one prefill.
+        policy: How much is kept.
+        tokens: Only the text's first so many tokens.
+        marks: Passages of the text whose tokens are to be shown.
+
+    Raises:
+        InvalidInputError: No text, a tokenizer that does not say where its tokens are, a mark that is not in the
+            text, or a text too long for the target.
+    """
+    if not tokenizer.is_fast:
+        raise InvalidInputError(
+            "expected a fast tokenizer, which says where in the text its tokens are, got a slow one"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = encoded.input_ids[:tokens], encoded.offset_mapping[:tokens]
+    if not ids:
+        raise InvalidInputError("expected a text, got none")
+    text = text[: offsets[-1][1]]
+    for mark in marks:
+        if not mark or mark not in text:
+            raise InvalidInputError(f"marks: expected passages of the text's {len(ids)} tokens, got {mark!r}")
+    found = [match.span() for mark in marks for match in re.finditer(re.escape(mark), text)]
+    prefix = encode(tokenizer, chat_affixes(tokenizer)[0])
+    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and len(prefix) + len(ids) > limit:
+        raise InvalidInputError(
+            f"the text takes {len(prefix) + len(ids)} tokens and the target has {limit} positions: show fewer tokens"
+        )
+    prompt = torch.tensor([prefix + ids], device=target.device)
+    context = (len(prefix), prompt.shape[1])
+    with ProxyPrunedCache(target, None, RetentionPolicy(1.0), tokenizer=tokenizer) as whole:
+        scores = whole.prefill(prompt, context=context, prune=False, scorers=scorers)  # {name: [1, L, H, N]}
+        layers = whole.geometry.full_layers
+    masks = {
+        name: select(values[0, list(layers)], policy, context).keep[:, :, context[0] :].cpu()
+        for name, values in scores.items()
+    }
+    words = [match.span() for match in re.finditer(r"\S+", text)]
+    return Kept(
+        layers=tuple(layers),
+        masks=masks,
+        words=tuple((*_tokens(offsets, span), text[slice(*span)]) for span in words),
+        marks=tuple(_tokens(offsets, span) for span in found),
+    )
+
+
+def _tokens(offsets: Sequence[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int]:
+    """The tokens ``(start, stop)`` that hold characters of ``span``."""
+    inside = [place for place, (start, stop) in enumerate(offsets) if start < span[1] and stop > span[0]]
+    return inside[0], inside[-1] + 1
+
+
+def peaks(shares: Tensor, words: Sequence[Word], count: int, apart: int) -> list[tuple[int, str]]:
+    """The words that most heads keep, as ``(token, word)``, in the text's order.
+
+    Args:
+        shares: `[N]`, from `Kept.heads_keeping`.
+        words: From `Kept.words`.
+        count: At most so many.
+        apart: No two tokens nearer to each other than this.
+    """
+    candidates = []
+    for start, stop, text in words:
+        if any(map(str.isalnum, text)):
+            token = start + int(shares[start:stop].argmax())
+            candidates.append((float(shares[token]), token, text.strip(".,;:!?()[]{}\"'`*_")))
+    chosen: list[tuple[int, str]] = []
+    for _, token, text in sorted(candidates, key=lambda candidate: (-candidate[0], candidate[1])):
+        if len(chosen) < count and all(abs(token - other) >= apart for other, _ in chosen):
+            chosen.append((token, text))
+    return sorted(chosen)

@@ -1,0 +1,226 @@
+"""What `proxykv evaluate` wrote, read back and checked: files of one header and a row an answer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInputError
+
+FORMAT = 1
+#: What a header must have.
+_NEEDED = ("target", "dtype", "tokens", "seed", "query_aware")
+#: Files that differ in one of these tell of different experiments.
+_SAME = (*_NEEDED, "data")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with its allocation.
+
+    Args:
+        method: As in the file.
+        allocation: ``global`` or ``uniform``; None for the full cache.
+    """
+
+    method: str
+    allocation: str | None
+
+    def __str__(self) -> str:
+        return self.method if self.allocation is None else f"{self.method} ({self.allocation})"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A variant at a ratio: what one line of a file was measured at, and one curve's point."""
+
+    variant: Variant
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"{self.variant} at {self.ratio:g}"
+
+
+#: The full cache, which is in every file.
+FULL = Point(Variant("full", None), 1.0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One answer.
+
+    Args:
+        score: By the task's metric, 0 to 1.
+        nll: Mean negative log-likelihood of the reference answer, nats per token; NaN where the file has null.
+        kept: Bytes of the cache over those of the full one.
+    """
+
+    score: float
+    nll: float
+    kept: float
+
+
+#: ``(example, question)``, the unit that methods share.
+Asked = tuple[str, int]
+
+
+@dataclass
+class Outcomes:
+    """All that the files hold.
+
+    Args:
+        files: Their names.
+        headers: Theirs, in the same order.
+        tasks: Metric by task.
+        rows: By task, question and point.
+    """
+
+    files: list[str] = field(default_factory=list)
+    headers: list[dict[str, Any]] = field(default_factory=list)
+    tasks: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, dict[Asked, dict[Point, Outcome]]] = field(default_factory=dict)
+
+    def variants(self) -> list[Variant]:
+        """All in the files, the first seen first."""
+        return list(dict.fromkeys(p.variant for asked in self.rows.values() for row in asked.values() for p in row))
+
+    def variant(self, name: str) -> Variant:
+        """The variant that ``METHOD`` or ``METHOD:ALLOCATION`` names; ``global`` where it has several.
+
+        Raises:
+            InvalidInputError: There is none; the message lists those there are.
+        """
+        method, _, allocation = name.partition(":")
+        there = [v for v in self.variants() if v.method == method and allocation in ("", v.allocation)]
+        if not there:
+            known = ", ".join(sorted({v.method if v.allocation is None else f"{v.method}:{v.allocation}"
+                                      for v in self.variants()}))  # fmt: skip
+            raise InvalidInputError(
+                f"expected a method that is in {', '.join(self.files)}, got {name!r}: there {known}"
+            )
+        return next((v for v in there if v.allocation == "global"), there[0])
+
+
+def read_outcomes(paths: Sequence[Path]) -> Outcomes:
+    """Read files of one experiment: other tasks, examples, methods or ratios in each.
+
+    A row that is in two files counts once.
+
+    Raises:
+        InvalidInputError: A file that is none of `proxykv evaluate`, with the line and the field; files of
+            different experiments; a row that is there twice with different scores; no rows.
+    """
+    outcomes = Outcomes()
+    for path in paths:
+        _read(path, outcomes)
+    if not outcomes.rows:
+        raise InvalidInputError(f"expected rows after the header, got none in {', '.join(outcomes.files)}")
+    for task, asked in outcomes.rows.items():
+        if not any(FULL in row for row in asked.values()):
+            raise InvalidInputError(
+                f"task {task}: expected rows of the method 'full', which all are compared with, got none"
+            )
+    return outcomes
+
+
+def _read(path: Path, outcomes: Outcomes) -> None:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"expected JSON lines in UTF-8, but {path} is none: {error}") from error
+    if not lines:
+        raise InvalidInputError(f"expected a header and rows, but {path} is empty")
+    _add_header(_object(path, 1, lines[0]).get("header"), path, outcomes)
+    outcomes.files.append(str(path))
+    for number, line in enumerate(lines[1:], 2):
+        _add_row(_object(path, number, line), f"{path}, line {number}", outcomes)
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        hint = "" if line.endswith("\n") else "; a run that was cut short? `proxykv evaluate` goes on from there"
+        raise InvalidInputError(f"{path}, line {number}: expected JSON, got {error}{hint}") from error
+    if not isinstance(value, dict):
+        raise InvalidInputError(f"{path}, line {number}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _add_header(header: Any, path: Path, outcomes: Outcomes) -> None:
+    where = f"{path}, line 1"
+    if not isinstance(header, dict):
+        raise InvalidInputError(f"{where}: expected a header, as `proxykv evaluate` writes it, got none")
+    if header.get("format") != FORMAT:
+        raise InvalidInputError(f"{where}: header.format: expected {FORMAT}, got {header.get('format')!r}")
+    for name in _NEEDED:
+        if name not in header:
+            raise InvalidInputError(f"{where}: header.{name}: expected a value, got none")
+    tasks = header.get("tasks")
+    if not isinstance(tasks, dict):
+        raise InvalidInputError(f"{where}: header.tasks: expected metrics by task, got {tasks!r}")
+    for other, before in zip(outcomes.files, outcomes.headers, strict=True):
+        _check_same(before, header, other, path)
+    for task, metric in tasks.items():
+        if outcomes.tasks.setdefault(task, metric) != metric:
+            raise InvalidInputError(
+                f"{where}: task {task}: expected the metric of the other files, {outcomes.tasks[task]}, got {metric}"
+            )
+    outcomes.headers.append(header)
+
+
+def _check_same(before: dict[str, Any], header: dict[str, Any], other: str, path: Path) -> None:
+    """Refuse files of which the rows do not belong in one table."""
+    pairs = {name: (before.get(name), header.get(name)) for name in _SAME}
+    shared = (
+        before.get("identities", {}).keys() & header.get("identities", {}).keys()
+    )  # of methods' weights and settings
+    pairs |= {name: (before["identities"][name], header["identities"][name]) for name in sorted(shared)}
+    for name, (first, second) in pairs.items():
+        if first != second:
+            raise InvalidInputError(
+                f"expected files of one experiment, but {name} is {first!r} in {other} and {second!r} in {path}: "
+                "report them one by one"
+            )
+
+
+def _add_row(row: dict[str, Any], where: str, outcomes: Outcomes) -> None:
+    def take(name: str, what: str, good: Callable[[Any], bool]) -> Any:
+        if name not in row:
+            raise InvalidInputError(f"{where}: {name}: expected {what}, but the field is missing")
+        if not good(row[name]):
+            raise InvalidInputError(f"{where}: {name}: expected {what}, got {row[name]!r}")
+        return row[name]
+
+    task = take("task", f"one of the header's tasks ({', '.join(outcomes.tasks)})", lambda v: v in outcomes.tasks)
+    asked = (take("example", "a name", _is_name), take("question", "a number from 0", lambda v: type(v) is int))
+    method = take("method", "a name", _is_name)
+    if method == FULL.variant.method:
+        point = FULL
+    else:
+        ratio = take("ratio", "a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1)
+        point = Point(Variant(method, take("allocation", "a name", _is_name)), float(ratio))
+    full = take("bytes_full", "a number above 0", lambda v: _is_number(v) and v > 0)
+    outcome = Outcome(
+        score=float(take("score", "a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1)),
+        nll=math.nan if row.get("nll", 0) is None else float(take("nll", "a number or null", _is_number)),
+        kept=take("bytes", "a number", _is_number) / full,
+    )
+    known = outcomes.rows.setdefault(task, {}).setdefault(asked, {}).setdefault(point, outcome)
+    if known.score != outcome.score:
+        raise InvalidInputError(
+            f"{where}: task {task}, example {asked[0]}, question {asked[1]}, {point} is there twice, with scores "
+            f"{known.score:g} and {outcome.score:g}: keep one"
+        )
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,145 @@
+"""The report's pictures; they need matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .drawing import GREY, OTHERS, OURS, REFERENCE, STYLE, new_figure, save, spread
+from .outcomes import FULL, Point, Variant
+from .summary import Figures, Summary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ALLOCATIONS = {"global": "one threshold over all heads", "uniform": "the same number in every head"}
+
+
+def plot_scores(summary: Summary, path: Path, title: str) -> bool:
+    """A PNG: mean score against the share kept, a panel for each allocation, ours and the reference in all.
+
+    Returns: Whether there is anything to draw: means over tasks.
+    """
+    if not summary.overall:
+        return False
+    import matplotlib as mpl
+
+    allocations = list(dict.fromkeys(variant.allocation for variant in summary.variants()))
+    with mpl.rc_context(STYLE):
+        figure = new_figure(8, 4.4)
+        panels = figure.subplots(1, len(allocations), sharey=True, squeeze=False)[0]
+        for axes, allocation in zip(panels, allocations, strict=True):
+            _draw_scores(axes, summary, allocation)
+            if len(allocations) > 1:
+                axes.set_title(f"{allocation}: {_ALLOCATIONS.get(str(allocation), '')}", loc="left", color=GREY)
+        panels[0].set_ylabel("mean score" + (f" over {len(summary.judged)} tasks" if len(summary.judged) > 1 else ""))
+        save(figure, path, title)
+    return True
+
+
+def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
+    both = (summary.ours, summary.reference)
+    variants = [variant for variant in summary.variants() if variant.allocation == allocation or variant in both]
+    ends: list[tuple[float, str, str]] = []
+    for variant in variants:
+        points = [Point(variant, ratio) for ratio in summary.ratios() if Point(variant, ratio) in summary.overall]
+        if not points:
+            continue
+        ratios, found = [point.ratio for point in points], [summary.overall[point].score for point in points]
+        colour, first = _colour(variant, summary), variant in both
+        values = [estimate.value for estimate in found]
+        axes.plot(
+            ratios, values, color=colour, linewidth=2.2 if first else 1.3, marker="o", markersize=4 if first else 3
+        )
+        low, high = (
+            [getattr(e, end) if getattr(e, end) is not None else e.value for e in found] for end in ("low", "high")
+        )
+        axes.fill_between(ratios, low, high, color=colour, alpha=0.16 if first else 0.08, linewidth=0)
+        ends.append((values[-1], variant.method if variant.allocation == allocation else str(variant), colour))
+    shares, full = summary.ratios(), summary.overall[FULL].score.value
+    axes.axhline(full, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+    axes.text(shares[0], full + 0.012, f"full cache {full:.2f}", color=GREY, va="bottom")
+    axes.set_xscale("log")
+    axes.set_xlim(shares[0] * 1.08, shares[-1] / 1.08)  # less is kept to the right, where methods part
+    axes.set_xticks(shares, [f"{ratio:g}" for ratio in shares])
+    axes.set_xticks([], minor=True)
+    axes.set(ylim=(0, 1.06), xlabel="share of KV pairs kept")
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    ends.reverse()  # of curves that end as good as together, the better one has the higher label
+    places = spread([round(20 * value) / 20 for value, _, _ in ends], 0.056, 0.0)
+    for (value, name, colour), place in zip(ends, places, strict=True):
+        axes.annotate(
+            name,
+            xy=(1.0, value),
+            xytext=(1.07, place),
+            xycoords=("axes fraction", "data"),
+            textcoords=("axes fraction", "data"),
+            color=colour,
+            va="center",
+            fontweight="bold" if colour == OURS else "normal",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "relpos": (0, 0.5)},
+        )
+
+
+def plot_recovery(summary: Summary, path: Path, title: str) -> bool:
+    """A PNG: by task and ratio what share of the reference's score ours recovers, other methods in grey.
+
+    Returns: Whether there is anything to draw: a task within reach where the reference scores enough.
+    """
+    ratios, tasks = summary.ratios(), summary.judged
+    rows = [("all tasks", summary.overall), *((name, summary.tasks[name].figures) for name in tasks)]
+    drawn = [figures.get(Point(summary.ours, ratio)) for _, figures in rows for ratio in ratios]
+    highest = [found.of_reference.high or found.of_reference.value for found in drawn if found and found.of_reference]
+    if not highest:
+        return False
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        figure = new_figure(8, 1.5 + 0.27 * len(rows))
+        panels = figure.subplots(1, len(ratios), sharey=True, sharex=True, squeeze=False)[0]
+        for axes, ratio in zip(panels, ratios, strict=True):
+            axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+            for place, (_, figures) in enumerate(rows):
+                _draw_recovery(axes, summary, ratio, place, figures)
+            axes.set_title(f"{ratio:g} kept", loc="left")
+            axes.tick_params(axis="y", length=0)
+            axes.spines["left"].set_visible(False)
+        panels[0].set_yticks(range(len(rows)), [name for name, _ in rows])
+        panels[0].get_yticklabels()[0].set_fontweight("bold")
+        panels[0].set(ylim=(len(rows) - 0.5, -0.6), xlim=(-0.03, min(2.0, max(1.1, 1.03 * max(highest)))))
+        panels[0].set_xticks([0, 0.5, 1])
+        reference = summary.reference.method
+        figure.supxlabel(
+            f"blue: score of {summary.ours.method} over that of {reference}, with 95 % interval; grey: other methods'; "
+            f"in words: {reference}'s own, too low for a quotient",
+            fontsize=8,
+            color=GREY,
+        )
+        save(figure, path, f"{summary.ours.method} against {reference}: {title}")
+    return True
+
+
+def _draw_recovery(axes: Axes, summary: Summary, ratio: float, place: int, figures: dict[Point, Figures]) -> None:
+    for variant in summary.variants():
+        found = figures.get(Point(variant, ratio))
+        if found is None or found.of_reference is None or variant == summary.reference:
+            continue
+        recovered = found.of_reference
+        if variant != summary.ours:
+            axes.plot(recovered.value, place, "|", color="#B0B0B0", markersize=7, markeredgewidth=1.2, zorder=1)
+            continue
+        if recovered.low is not None and recovered.high is not None:
+            axes.plot([recovered.low, recovered.high], [place, place], color=OURS, linewidth=1.6, zorder=2)
+        axes.plot(recovered.value, place, "o", color=OURS, markersize=6 if place == 0 else 4.5, zorder=3)
+    own = figures.get(Point(summary.ours, ratio))
+    if own is not None and own.of_reference is None and own.reference_score is not None:
+        text = f"{summary.reference.method} {own.reference_score:.2f}"
+        axes.text(0.5, place, text, color=GREY, va="center", ha="center", fontsize=7.5, style="italic")
+
+
+def _colour(variant: Variant, summary: Summary) -> str:
+    """One colour a method, whatever its allocation."""
+    named = {summary.reference.method: REFERENCE, summary.ours.method: OURS}
+    others = sorted({other.method for other in summary.variants()} - set(named))
+    return named.get(variant.method) or OTHERS[others.index(variant.method) % len(OTHERS)]

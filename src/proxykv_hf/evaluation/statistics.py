@@ -1,0 +1,121 @@
+"""Means over questions and how sure they are: a bootstrap over contexts. Pure functions of arrays.
+
+The questions of one context share its prefill and what was evicted of it, so they are not independent. What is drawn
+with replacement are therefore contexts, each with all of its questions (the cluster bootstrap: Davison and Hinkley,
+Bootstrap Methods and their Application, 1997, section 3.8); the interval is the percentiles'. All figures of a task
+are taken from the same draws, so that differences and quotients of them are those of paired samples.
+
+Letters: U questions asked, E examples (contexts), S resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: The quantiles between which an interval lies.
+LEVELS = (0.025, 0.975)
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval.
+
+    Args:
+        value: The figure.
+        low: The interval's lower end, None where there is no interval, for want of a second context.
+        high: Its upper end.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A figure and what it is in each resample.
+
+    Args:
+        value: The figure.
+        resamples: `[S]`; NaN where a resample has nothing to take it from.
+    """
+
+    value: float
+    resamples: Floats
+
+    def __add__(self, other: Sampled) -> Sampled:
+        return Sampled(self.value + other.value, self.resamples + other.resamples)
+
+    def __truediv__(self, other: Sampled | float) -> Sampled:
+        """NaN, not infinite, where ``other`` is zero."""
+        by = (other.value, other.resamples) if isinstance(other, Sampled) else (other, np.float64(other))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value, resamples = np.float64(self.value) / by[0], self.resamples / by[1]
+        return Sampled(
+            float(value) if np.isfinite(value) else np.nan, np.where(np.isfinite(resamples), resamples, np.nan)
+        )
+
+    def estimate(self) -> Estimate:
+        """The figure with its interval."""
+        there = self.resamples[~np.isnan(self.resamples)]
+        if not there.size:
+            return Estimate(self.value)
+        low, high = np.quantile(there, LEVELS)
+        return Estimate(self.value, float(low), float(high))
+
+
+def draw(examples: int, samples: int, seed: Sequence[int]) -> NDArray[np.int64]:
+    """`[S, E]`: in each resample as many examples as there are, drawn with replacement.
+
+    Args:
+        examples: E.
+        samples: S.
+        seed: Numbers of at least 0; other draws for others.
+    """
+    return np.random.default_rng(list(seed)).integers(examples, size=(samples, examples))
+
+
+class Resampler:
+    """The draws of one task's examples.
+
+    Args:
+        examples: `[U]`, each question's example, by name.
+        samples: S.
+        seed: As of `draw`.
+    """
+
+    def __init__(self, examples: Sequence[str], samples: int, seed: Sequence[int]) -> None:
+        names, self._example = np.unique(np.asarray(examples), return_inverse=True)  # [U]
+        self.examples = len(names)
+        drawn = draw(self.examples, samples, seed) + self.examples * np.arange(samples)[:, None]
+        times = np.bincount(drawn.ravel(), minlength=samples * self.examples)
+        self._times = times.reshape(samples, self.examples).astype(np.float64)  # [S, E], how often each was drawn
+
+    def mean(self, values: Floats) -> Sampled | None:
+        """The mean over questions, in the sample and in each resample.
+
+        Args:
+            values: `[U]`; NaN where there is none: left out.
+
+        Returns: None if all are NaN. Values of a single example say nothing of the spread: their resamples are NaN.
+        """
+        there = ~np.isnan(values)
+        if not there.any():
+            return None
+        sums = np.bincount(self._example[there], values[there], self.examples)  # [E]
+        numbers = np.bincount(self._example[there], minlength=self.examples).astype(np.float64)
+        resamples = np.full(len(self._times), np.nan)
+        if np.count_nonzero(numbers) > 1:
+            count = self._times @ numbers
+            np.divide(self._times @ sums, count, out=resamples, where=count > 0)
+        return Sampled(float(values[there].mean()), resamples)

@@ -1,0 +1,267 @@
+"""The report in Markdown: the means first, then who leads, then each task, last how it was measured."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .outcomes import FULL, Outcomes, Point, Variant
+from .statistics import Estimate
+from .summary import MEANINGFUL, WITHIN_REACH, Figures, Summary, TaskSummary
+
+#: What a cell shows of a point's figures.
+Show = Callable[[Figures], str]
+
+
+def markdown(outcomes: Outcomes, summary: Summary, pictures: Sequence[Path] = ()) -> str:
+    """The whole report.
+
+    Args:
+        outcomes: What the summary was made of.
+        summary: From `summarize`.
+        pictures: To be shown, beside the report.
+    """
+    parts = [f"# What is lost at each budget: {outcomes.headers[0]['target']}", _what_was_asked(outcomes, summary)]
+    parts += [f"![{picture.stem.replace('_', ' ')}]({picture.name})" for picture in pictures]
+    parts += _overall(summary) if summary.overall else []
+    parts += _by_task(summary)
+    parts += _unequal(outcomes, summary)
+    parts += ["## How it was measured", _facts(outcomes, summary)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _what_was_asked(outcomes: Outcomes, summary: Summary) -> str:
+    header, tasks = outcomes.headers[0], summary.tasks.values()
+    examples = sum(task.examples for task in tasks)
+    lines = [
+        f"{_count(sum(task.questions for task in tasks), 'question')} about {_count(examples, 'context')} of at most "
+        f"{header['tokens']} tokens, {_count(len(tasks), 'task')}. The questions are "
+        + ("**seen** by what prunes." if header["query_aware"] else "not seen by what prunes.")
+    ]
+    beyond = [f"{name} ({task.full.score.value:.2f})" for name, task in summary.tasks.items() if not task.within_reach]
+    if beyond:
+        lines.append(
+            f"Beyond the model, since its full cache scores under {WITHIN_REACH}, and left out of all means: "
+            f"{', '.join(beyond)}."
+            + ("" if summary.overall else " No task is left to take means over; see each task below.")
+        )
+    return "\n".join(lines)
+
+
+def _overall(summary: Summary) -> list[str]:
+    reference, ours, figures = summary.reference, summary.ours, summary.overall
+    return [
+        "## Score",
+        f"Mean over {_count(len(summary.judged), 'task')}, each the same weight, and its 95 % interval.",
+        _table(summary, figures, _score, full=figures[FULL], last=("KV bytes, of full", _kept(summary))),
+        f"## Recovery of {reference}",
+        f"Score over that of {reference} at the same ratio. {_where_not_meaningful(reference)}",
+        _table(summary, figures, _recovery(summary), without=reference),
+        "## Recovery of the full cache",
+        _table(summary, figures, lambda found: _span(found.of_full)),
+        f"## {ours} against each",
+        f"Score of {ours} minus the other's at the same ratio, in points, of the questions that both answered; "
+        "**bold** where the interval excludes zero.",
+        _table(summary, figures, lambda found: _signed(found.lead, 100, ".1f"), without=ours, pairs=True),
+        "The same for the negative log-likelihood of the right answers, nats per token: below zero "
+        f"{ours} leaves them likelier.",
+        _table(summary, figures, lambda found: _signed(found.lead_nll, 1, ".3f"), without=ours, pairs=True),
+    ]
+
+
+def _by_task(summary: Summary) -> list[str]:
+    ratios = summary.ratios()
+    rows = []
+    for name, task in summary.tasks.items():
+        cells = [_cell(task.figures, Point(summary.ours, ratio), _recovery(summary)) for ratio in ratios]
+        rows.append(
+            [name + ("" if task.within_reach else " (beyond the model)"), f"{task.full.score.value:.2f}", *cells]
+        )
+    parts = [
+        "## By task",
+        f"What {summary.ours} recovers of {summary.reference}. {_where_not_meaningful(summary.reference)}",
+        _grid(["task", "full", *map(_ratio, ratios)], rows),
+    ]
+    for name, task in summary.tasks.items():
+        parts += [f"### {name}", _about(task), _table(summary, task.figures, _score, full=task.full)]
+    return parts
+
+
+def _about(task: TaskSummary) -> str:
+    about = f"{_count(task.questions, 'question')} of {_count(task.examples, 'context')}, {task.metric}."
+    if task.examples < 2:
+        about += " One context tells no interval."
+    if not task.within_reach:
+        about += f" Beyond the model: the full cache scores {task.full.score.value:.2f}."
+    return about
+
+
+def _unequal(outcomes: Outcomes, summary: Summary) -> list[str]:
+    """Names every point that has not answered what others of its task have."""
+    missing: dict[tuple[str, str], list[Point]] = {}
+    for name, task in summary.tasks.items():
+        for point in (FULL, *summary.points()):
+            found = task.figures.get(point)
+            if found is None or found.questions < task.questions:
+                answered = f"{0 if found is None else found.questions} of {task.questions}"
+                missing.setdefault((name, answered), []).append(point)
+    lines = [
+        f"- {name}, {answered} questions answered: {', '.join(map(str, points))}"
+        for (name, answered), points in missing.items()
+    ]
+    answers = [found for asked in outcomes.rows.values() for row in asked.values() for found in row.values()]
+    without = sum(math.isnan(found.nll) for found in answers)
+    if without:
+        lines.append(f"- {_count(without, 'answer')} without a log-likelihood")
+    if not lines:
+        return []
+    text = (
+        "Scores are of what each method answered, comparisons of the questions that both did; a method that has "
+        "nothing of a task has no mean over the tasks."
+    )
+    return ["## Unequal sets", text, "\n".join(lines)]
+
+
+def _facts(outcomes: Outcomes, summary: Summary) -> str:
+    runs = [run for header in outcomes.headers for run in (header, *header.get("later", []))]
+
+    def of(name: str) -> str:
+        return "; ".join(dict.fromkeys(_plain(run[name]) for run in runs if run.get(name)))
+
+    facts = {
+        "target": of("target"),
+        "mapper": of("mapper"),
+        "dtype": of("dtype"),
+        "seed": _plain(outcomes.headers[0]["seed"]),
+        "metrics": _plain(outcomes.tasks),
+        "versions": of("versions"),
+        "hardware": of("hardware"),
+        "commit": of("commit"),
+        "intervals": f"95 %, {summary.samples:,} resamples of each task's contexts with all of their questions; "
+        "a point where all contexts score alike",
+    }
+    rows = [[name, value] for name, value in facts.items() if value]
+    commands = dict.fromkeys(_command(run["command"]) for run in runs if run.get("command"))
+    table = _grid(["", ""], rows)
+    return "\n\n".join([table, "```bash\n" + "\n".join(commands) + "\n```"] if commands else [table])
+
+
+def _command(command: str | list[str]) -> str:
+    return command if isinstance(command, str) else shlex.join(command)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    return str(value)
+
+
+def _where_not_meaningful(reference: Variant) -> str:
+    return (
+        f"Where {reference} itself scores under {MEANINGFUL} this is not meaningful, and the cell says its score and "
+        "how much higher the negative log-likelihood of the right answers is (nats per token)."
+    )
+
+
+def _kept(summary: Summary) -> Callable[[float], str]:
+    def show(ratio: float) -> str:
+        kept = [found.kept for point, found in summary.overall.items() if point.ratio == ratio]
+        ends = dict.fromkeys(f"{end:.2f}" for end in (min(kept), max(kept))) if kept else {}
+        return "–".join(ends)
+
+    return show
+
+
+def _table(
+    summary: Summary,
+    figures: dict[Point, Figures],
+    show: Show,
+    *,
+    full: Figures | None = None,
+    without: Variant | None = None,
+    pairs: bool = False,
+    last: tuple[str, Callable[[float], str]] | None = None,
+) -> str:
+    """Methods by ratios.
+
+    Args:
+        summary: Says which and in what order.
+        figures: Of what the cells show.
+        show: A cell's text.
+        full: The full cache's, for a row and a column of its own.
+        without: A variant that has no row.
+        pairs: A last column with the number of questions that both answered.
+        last: A last row's name, and its cell by ratio.
+    """
+    ratios = summary.ratios()
+    whole = [] if full is None else ["all"]
+    heading = ["method", "allocation", *whole, *map(_ratio, ratios), *(["questions paired"] if pairs else [])]
+    rows = [] if full is None else [[FULL.variant.method, "", show(full), *[""] * len(ratios)]]
+    for variant in summary.variants():
+        if variant == without:
+            continue
+        name = f"**{variant.method}**" if variant == summary.ours else variant.method
+        points = [Point(variant, ratio) for ratio in ratios]
+        cells = [_cell(figures, point, show) for point in points]
+        if pairs:
+            numbers = [figures[point].pairs for point in points if point in figures]
+            cells.append("–".join(dict.fromkeys(str(end) for end in (min(numbers), max(numbers)))) if numbers else "")
+        rows.append([name, variant.allocation or "", *[""] * len(whole), *cells])
+    if last is not None:
+        rows.append([last[0], "", *["1.00"] * len(whole), *map(last[1], ratios)])
+    return _grid(heading, rows)
+
+
+def _cell(figures: dict[Point, Figures], point: Point, show: Show) -> str:
+    return show(figures[point]) if point in figures else "–"
+
+
+def _grid(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
+
+
+def _score(found: Figures) -> str:
+    return _span(found.score)
+
+
+def _recovery(summary: Summary) -> Show:
+    def show(found: Figures) -> str:
+        if found.of_reference is not None:
+            return _span(found.of_reference)
+        if found.reference_score is None:
+            return "–"
+        difference = _signed(found.nll_over_reference, 1, ".2f", bold=False)
+        return f"{summary.reference.method} {found.reference_score:.2f}: nll {difference}"
+
+    return show
+
+
+def _span(estimate: Estimate | None) -> str:
+    """``0.93 (0.90–0.96)``."""
+    if estimate is None:
+        return "–"
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:.2f}"
+    return f"{estimate.value:.2f} ({estimate.low:.2f}–{estimate.high:.2f})"
+
+
+def _signed(estimate: Estimate | None, scale: float, style: str, bold: bool = True) -> str:
+    """``+4.8 (+0.0 to +10.7)``."""
+    if estimate is None:
+        return "–"
+    text = format(scale * estimate.value, f"+{style}")
+    if estimate.low is not None and estimate.high is not None:
+        text += f" ({scale * estimate.low:+{style}} to {scale * estimate.high:+{style}})"
+    return f"**{text}**" if bold and estimate.excludes_zero else text
+
+
+def _ratio(value: float) -> str:
+    return format(value, "g")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -1,0 +1,342 @@
+"""`proxykv report`: from rows to figures, tables and pictures; what is wrong with a file is said by line and field."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from proxykv_hf import InvalidInputError, cli
+from proxykv_hf.evaluation.drawing import spread
+from proxykv_hf.evaluation.outcomes import FULL, Point, Variant, read_outcomes
+from proxykv_hf.evaluation.summary import summarize
+from proxykv_hf.evaluation.table import markdown
+
+OURS, KVZIP, SNAP = Variant("proxykv", "global"), Variant("kvzip", "global"), Variant("snapkv", "uniform")
+
+#: By task, method and ratio each question's score, two questions a context.
+SCORES = {
+    ("easy", "full", 1.0): [1, 1, 1, 1],
+    ("easy", "kvzip", 0.2): [1, 1, 1, 0],
+    ("easy", "proxykv", 0.2): [1, 1, 0, 0],
+    ("easy", "snapkv", 0.2): [0, 0, 1, 0],
+    ("fair", "full", 1.0): [1, 0, 1, 1],
+    ("fair", "kvzip", 0.2): [0, 0, 1, 0],
+    ("fair", "proxykv", 0.2): [0, 0, 1, 1],
+    ("fair", "snapkv", 0.2): [0, 0, 0, 0],
+    ("hard", "full", 1.0): [0, 0, 1, 0],
+    ("hard", "kvzip", 0.2): [0, 0, 1, 0],
+    ("hard", "proxykv", 0.2): [0, 0, 0, 0],
+    ("hard", "snapkv", 0.2): [0, 0, 0, 0],
+}
+
+
+def header(**changes):
+    entries = {
+        "format": 1,
+        "target": "org/model",
+        "mapper": "mappers/model",
+        "dtype": "float32",
+        "tokens": 500,
+        "seed": 0,
+        "allocation": "native",
+        "query_aware": False,
+        "tasks": {"easy": "exact_match", "fair": "exact_match", "hard": "f1"},
+        "methods": ["proxykv", "kvzip", "snapkv"],
+        "ratios": [0.2],
+        "versions": {"torch": "2.13.0"},
+        "hardware": "a CPU",
+        "commit": "abc123",
+        "command": ["proxykv", "evaluate", "--tasks", "easy hard"],
+    }
+    return {"header": entries | changes}
+
+
+def rows(scores=SCORES, nll=lambda method, question: {"full": 0.1, "kvzip": 0.5, "proxykv": 0.7}.get(method, 2.0)):
+    for (task, method, ratio), values in scores.items():
+        for question, score in enumerate(values):
+            yield {
+                "task": task,
+                "example": f"{question // 2:05}",
+                "question": question % 2,
+                "method": method,
+                "allocation": {"full": None, "snapkv": "uniform"}.get(method, "global"),
+                "ratio": ratio,
+                "bytes": round(1000 * ratio) + (10 if method == "snapkv" else 0),
+                "bytes_full": 1000,
+                "answer": "an answer",
+                "score": score,
+                "nll": nll(method, question),
+                "tokens_nll": 3,
+                "seconds": 0.1,
+            }
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file of these lines, by default of the header and all rows."""
+
+    def make(*lines, name="results.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines or (header(), *rows())))
+        return path
+
+    return make
+
+
+def test_figures_of_a_small_file_by_hand(write):
+    summary = summarize(read_outcomes([write()]), samples=100)
+    assert summary.judged == ["easy", "fair"]  # of hard the full cache answers one in four
+    easy, fair = summary.tasks["easy"], summary.tasks["fair"]
+    assert (easy.metric, easy.examples, easy.questions, easy.full.score.value) == ("exact_match", 2, 4, 1.0)
+    ours = easy.figures[Point(OURS, 0.2)]
+    assert (ours.score.value, ours.questions, ours.pairs, ours.kept) == (0.5, 4, 4, 0.2)
+    assert ours.of_reference.value == pytest.approx(2 / 3)
+    assert ours.of_full.value == 0.5
+    assert ours.lead is ours.lead_nll is None
+    assert ours.nll.value == pytest.approx(0.7)
+    assert ours.nll_over_reference.value == pytest.approx(0.2)
+    other = easy.figures[Point(SNAP, 0.2)]
+    assert other.lead.value == 0.25
+    assert other.lead_nll.value == pytest.approx(0.7 - 2.0)
+    # Both contexts' questions: +2 of 2, and -1 of 2; drawn twice each the mean is that of one.
+    assert (other.lead.low, other.lead.high) == (-0.5, 1.0)
+
+    unsure = fair.figures[Point(OURS, 0.2)]
+    assert unsure.of_reference is None  # kvzip's own score is 0.25
+    assert unsure.reference_score == 0.25
+    assert unsure.nll_over_reference.value == pytest.approx(0.2)
+
+    mean = summary.overall[Point(OURS, 0.2)]
+    assert mean.score.value == pytest.approx((0.5 + 0.5) / 2)
+    assert mean.of_reference.value == pytest.approx((0.5 + 0.5) / (0.75 + 0.25))
+    assert mean.of_full.value == pytest.approx(1.0 / 1.75)
+    assert (mean.questions, mean.pairs) == (8, 8)
+    assert summary.overall[Point(KVZIP, 0.2)].lead.value == pytest.approx(0.0)
+    assert summary.overall[FULL].score.value == pytest.approx(0.875)
+
+
+def test_intervals_over_tasks_are_those_of_a_plain_loop(write):
+    from proxykv_hf.evaluation.statistics import draw
+
+    found = summarize(read_outcomes([write()]), samples=80, seed=3).overall[Point(OURS, 0.2)]
+
+    def mean(task, method, resample):
+        values = [
+            SCORES[task, method, 1.0 if method == "full" else 0.2][2 * place : 2 * place + 2] for place in resample
+        ]
+        return sum(map(sum, values)) / 4
+
+    draws = {task: draw(2, 80, [3, *task.encode()]) for task in ("easy", "fair")}
+    scores, shares = [], []
+    for easy, fair in zip(draws["easy"], draws["fair"], strict=True):
+        ours, full = ((mean("easy", m, easy) + mean("fair", m, fair)) / 2 for m in ("proxykv", "full"))
+        scores.append(ours)
+        shares.append(ours / full)
+    for estimate, values in ((found.score, scores), (found.of_full, shares)):
+        values.sort()
+        assert estimate.low == pytest.approx(values[1] + 0.975 * (values[2] - values[1]))  # at 0.025 * 79 = 1.975
+        assert estimate.high == pytest.approx(values[77] + 0.025 * (values[78] - values[77]))
+
+
+def test_a_tasks_intervals_do_not_depend_on_the_other_tasks(write):
+    alone = {key: values for key, values in SCORES.items() if key[0] == "easy"}
+    one = summarize(read_outcomes([write(header(), *rows(alone), name="one.jsonl")]), samples=50)
+    assert one.tasks["easy"] == summarize(read_outcomes([write()]), samples=50).tasks["easy"]
+
+
+def test_the_report_in_markdown(write):
+    outcomes = read_outcomes([write()])
+    text = markdown(outcomes, summarize(outcomes, samples=2000))
+    lines = text.splitlines()
+    assert "12 questions about 6 contexts of at most 500 tokens, 3 tasks. The questions are not seen" in text
+    assert "Beyond the model, since its full cache scores under 0.5, and left out of all means: hard (0.25)." in text
+    assert "| full |  | 0.88 (0.75–1.00) |  |" in lines
+    assert "| **proxykv** | global |  | 0.50 (0.00–1.00) |" in lines
+    assert "| KV bytes, of full |  | 1.00 | 0.20–0.21 |" in lines
+    assert "| snapkv | uniform | +37.5 (-25.0 to +100.0) | 8 |" in lines
+    assert "| snapkv | uniform | **-1.300 (-1.300 to -1.300)** | 8 |" in lines
+    assert "| easy | 1.00 | 0.67 (0.00–1.00) |" in lines
+    assert "| fair | 0.75 | kvzip 0.25: nll +0.20 (+0.20 to +0.20) |" in lines
+    assert "| hard (beyond the model) | 0.25 | kvzip 0.25: nll +0.20 (+0.20 to +0.20) |" in lines
+    assert "4 questions of 2 contexts, f1. Beyond the model: the full cache scores 0.25." in lines
+    assert "| commit | abc123 |" in lines
+    assert "proxykv evaluate --tasks 'easy hard'" in lines
+    assert "Unequal" not in text
+
+
+def test_unequal_sets_are_named_and_only_shared_questions_compared(write):
+    def there(row):
+        if row["method"] == "snapkv":
+            return row["task"] != "fair"  # no such task
+        return not (row["task"] == "easy" and row["method"] == "kvzip" and row["example"] == "00001")
+
+    outcomes = read_outcomes([write(header(), *filter(there, rows()))])
+    summary = summarize(outcomes, samples=100)
+    easy = summary.tasks["easy"].figures
+    assert easy[Point(KVZIP, 0.2)].questions == easy[Point(KVZIP, 0.2)].pairs == 2
+    assert easy[Point(KVZIP, 0.2)].lead.value == 0.0  # of the first context alone, that both answered
+    assert easy[Point(KVZIP, 0.2)].lead.low is None  # one context tells no interval
+    assert easy[Point(OURS, 0.2)].of_reference.value == 1.0
+    assert Point(SNAP, 0.2) not in summary.overall
+    text = markdown(outcomes, summary)
+    assert "- easy, 2 of 4 questions answered: kvzip (global) at 0.2" in text
+    assert "- fair, 0 of 4 questions answered: snapkv (uniform) at 0.2" in text
+    assert "| snapkv | uniform |  | – |" in text
+    assert "| kvzip | global | +12.5 | 6 |" in text  # and where a task tells no interval, neither does the mean
+
+
+def test_one_context_and_no_likelihood(write):
+    scores = {key: values[:2] for key, values in SCORES.items() if key[0] == "easy"}
+    outcomes = read_outcomes([write(header(), *rows(scores, nll=lambda *_: None))])
+    summary = summarize(outcomes, samples=20)
+    ours = summary.overall[Point(OURS, 0.2)]
+    assert (ours.score.value, ours.score.low, ours.nll, ours.nll_over_reference) == (1.0, None, None, None)
+    text = markdown(outcomes, summary)
+    assert "One context tells no interval." in text
+    assert "| **proxykv** | global |  | 1.00 |" in text
+    assert "- 8 answers without a log-likelihood" in text
+
+
+def test_nothing_within_the_models_reach(write, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = write(header(), *rows({key: values for key, values in SCORES.items() if key[0] == "hard"}))
+    assert cli.main(["report", str(path), "--samples", "10", "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "No task is left to take means over" in text
+    assert "## Score" not in text
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_several_files_of_one_experiment(write):
+    def some(keep, name, **changes):
+        return write(header(**changes), *(row for row in rows() if keep(row)), name=name)
+
+    parts = [
+        some(lambda row: row["task"] == "easy", "1.jsonl", tasks={"easy": "exact_match"}),
+        some(lambda row: row["method"] in ("full", "kvzip"), "2.jsonl", mapper=None),  # the full cache again
+        some(lambda row: row["task"] != "easy" and row["method"] not in ("full", "kvzip"), "3.jsonl"),
+    ]
+    assert summarize(read_outcomes(parts), samples=50).tasks == summarize(read_outcomes([write()]), samples=50).tasks
+
+
+def test_two_allocations_of_a_method(write):
+    also = [row | {"allocation": "uniform", "score": 1} for row in rows() if row["method"] in ("proxykv", "kvzip")]
+    outcomes = read_outcomes([write(header(), *rows(), *also)])
+    summary = summarize(outcomes, samples=10)
+    assert (summary.ours, summary.reference) == (OURS, KVZIP)
+    assert summary.tasks["easy"].figures[Point(Variant("proxykv", "uniform"), 0.2)].lead.value == -0.5
+    assert summarize(outcomes, "kvzip:uniform", "proxykv:uniform", 10).ours == Variant("proxykv", "uniform")
+
+
+def test_the_command_writes_report_figures_and_pictures(write, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "folder"
+    also = [row | {"allocation": "global"} for row in rows() if row["method"] == "snapkv"]
+    path = write(header(), *rows(), *also)
+    assert cli.main(["report", str(path), "--out", str(out), "--samples", "50"]) == 0
+    assert capsys.readouterr().out == f"{out / 'report.md'}\n"
+    for name in ("scores.png", "recovery.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+        assert f"]({name})" in (out / "report.md").read_text()
+    figures = json.loads((out / "report.json").read_text())
+    assert figures["headers"] == [header()["header"]]
+    assert (figures["judged"], figures["samples"]) == (["easy", "fair"], 50)
+    ours = next(entry for entry in figures["overall"] if entry["method"] == "proxykv")
+    assert (ours["ratio"], ours["score"]["value"]) == (0.2, 0.5)
+    assert figures["tasks"]["fair"]["figures"][0]["method"] == "full"
+
+
+def test_without_a_folder_it_prints(write, capsys):
+    assert cli.main(["report", str(write()), "--samples", "50"]) == 0
+    assert capsys.readouterr().out.startswith("# What is lost at each budget: org/model\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"score": None}, r"line 3: score: expected a number from 0 to 1, got None"),
+        ({"score": 1.5}, r"line 3: score: expected a number from 0 to 1, got 1.5"),
+        ({"ratio": 0}, r"line 3: ratio: expected a number in \(0, 1\], got 0"),
+        ({"nll": math.nan}, r"line 3: nll: expected a number or null, got nan"),
+        ({"task": "other"}, r"line 3: task: expected one of the header's tasks \(easy, fair, hard\), got 'other'"),
+        ({"question": "0"}, r"line 3: question: expected a number from 0, got '0'"),
+        ({"bytes_full": 0}, r"line 3: bytes_full: expected a number above 0, got 0"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_line(write, changes, message):
+    row = next(row for row in rows() if row["method"] == "kvzip")
+    with pytest.raises(InvalidInputError, match=message):
+        read_outcomes([write(header(), row, row | {"question": 1} | changes)])
+
+
+@pytest.mark.parametrize(
+    "field", ["task", "example", "question", "method", "allocation", "ratio", "bytes", "bytes_full", "score", "nll"]
+)
+def test_a_missing_field_is_named_with_its_line(write, field):
+    row = next(row for row in rows() if row["method"] == "kvzip")
+    del row[field]
+    with pytest.raises(InvalidInputError, match=rf"line 2: {field}: expected .*, but the field is missing"):
+        read_outcomes([write(header(), row)])
+
+
+def test_files_that_are_none(write, tmp_path):
+    path = tmp_path / "wrong.jsonl"
+    for text, message in (
+        ("", "expected a header and rows, but .* is empty"),
+        ("words\n", "line 1: expected JSON"),
+        ("[1]\n", "line 1: expected a JSON object, got list"),
+        ("{}\n", "line 1: expected a header, .* got none"),
+        (json.dumps(header()) + '\n{"task": "ea', r"line 2: expected JSON, .*a run that was cut short\?"),
+        (json.dumps(header(format=2)) + "\n", "header.format: expected 1, got 2"),
+        (json.dumps(header()) + "\n", "expected rows after the header, got none"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InvalidInputError, match=message):
+            read_outcomes([path])
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidInputError, match="expected JSON lines in UTF-8"):
+        read_outcomes([path])
+    lacking = header()
+    del lacking["header"]["dtype"]
+    with pytest.raises(InvalidInputError, match=r"header\.dtype: expected a value, got none"):
+        read_outcomes([write(lacking)])
+    with pytest.raises(InvalidInputError, match="task easy: expected rows of the method 'full'"):
+        read_outcomes([write(header(), *(row for row in rows() if row["method"] != "full"))])
+
+
+def test_files_that_do_not_belong_together(write):
+    first = write()
+    for changes, message in (
+        ({"dtype": "bfloat16"}, "dtype is 'float32' in .* and 'bfloat16' in"),
+        ({"data": "my.jsonl"}, "data is None in .* and 'my.jsonl' in"),
+        ({"tasks": {"easy": "f1"}}, "task easy: expected the metric of the other files, exact_match, got f1"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            read_outcomes([first, write(header(**changes), name="other.jsonl")])
+    mappers = [write(header(identities={"proxykv": name}), *rows(), name=f"{name}.jsonl") for name in ("one", "two")]
+    with pytest.raises(InvalidInputError, match=r"proxykv is 'one' in .* and 'two' in"):
+        read_outcomes(mappers)
+    other = [row | {"score": 0} for row in rows() if row["method"] == "full"]
+    with pytest.raises(InvalidInputError, match=r"question 0, full at 1 is there twice, with scores 1 and 0"):
+        read_outcomes([first, write(header(), *other, name="other.jsonl")])
+
+
+def test_a_method_that_is_not_there(write, capsys):
+    path = write(header(), *(row for row in rows() if row["method"] != "kvzip"))
+    assert cli.main(["report", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"expected a method that is in {path}, got 'kvzip': there full, proxykv:global, snapkv:uniform" in error
+    assert cli.main(["report", str(path), "--reference", "snapkv", "--ours", "proxykv:uniform"]) == 2
+    assert "got 'proxykv:uniform'" in capsys.readouterr().err
+    assert cli.main(["report", str(path), "--samples", "0"]) == 2
+    assert "--samples: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_labels_are_spread_as_little_as_it_takes():
+    assert spread([0.5, 0.1, 0.9], 0.1, 0.0) == [0.5, 0.1, 0.9]
+    assert spread([0.5, 0.5, 0.5], 0.1, 0.0) == pytest.approx([0.4, 0.5, 0.6])
+    assert spread([0.0, 0.02], 0.1, 0.0) == pytest.approx([0.0, 0.1])
+    assert spread([0.52, 0.5, 0.64], 0.1, 0.0) == pytest.approx([0.5533, 0.4533, 0.6533], abs=1e-4)
+    assert spread([], 0.1, 0.0) == []

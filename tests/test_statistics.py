@@ -1,0 +1,101 @@
+"""The bootstrap over contexts: small cases by hand, and a plain loop over the same draws."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from proxykv_hf.evaluation import statistics
+from proxykv_hf.evaluation.statistics import Estimate, Resampler, Sampled, draw
+
+
+def test_means_of_two_contexts_by_hand(monkeypatch):
+    """Contexts a (scores 1, 0) and b (1, 1, 1): drawn twice a, one of each, twice b."""
+    monkeypatch.setattr(statistics, "draw", lambda *_: np.array([[0, 0], [0, 1], [1, 0], [1, 1]]))
+    resampler = Resampler(["a", "b", "b", "a", "b"], samples=4, seed=[0])
+    found = resampler.mean(np.array([1.0, 1.0, 1.0, 0.0, 1.0]))
+    assert resampler.examples == 2
+    assert found.value == pytest.approx(4 / 5)
+    np.testing.assert_allclose(found.resamples, [1 / 2, 4 / 5, 4 / 5, 1])
+    # 2.5 % of the way through 0.5, 0.8, 0.8, 1.0 and 2.5 % from its end.
+    assert found.estimate().low == pytest.approx(0.5 + 0.075 * 0.3)
+    assert found.estimate().high == pytest.approx(1.0 - 0.075 * 0.2)
+
+
+def test_what_is_missing_is_left_out_of_mean_and_resamples(monkeypatch):
+    monkeypatch.setattr(statistics, "draw", lambda *_: np.array([[0, 0, 0], [0, 1, 2], [1, 1, 2]]))
+    resampler = Resampler(["a", "b", "b", "c"], samples=3, seed=[0])
+    found = resampler.mean(np.array([math.nan, 1.0, math.nan, 0.0]))
+    assert found.value == 0.5
+    np.testing.assert_allclose(found.resamples, [math.nan, 1 / 2, 2 / 3])  # the first has drawn nothing that is there
+    low = 0.5 + 0.025 / 6
+    assert found.estimate().low == pytest.approx(low)
+    assert resampler.mean(np.full(4, math.nan)) is None
+
+
+@pytest.mark.parametrize("missing", [(), (0, 7, 8, 9)])
+def test_means_and_intervals_are_those_of_a_plain_loop(missing):
+    rng = np.random.default_rng(3)
+    examples = [f"{example:05}" for example in range(7) for _ in range(1 + example % 4)]
+    values = rng.random(len(examples))
+    values[list(missing)] = math.nan
+    found = Resampler(examples, samples=200, seed=[5, 6]).mean(values)
+    names = sorted(set(examples))
+    means = []
+    for resample in draw(len(names), 200, [5, 6]):
+        taken = []
+        for place in resample:
+            for example, value in zip(examples, values, strict=True):
+                if example == names[place] and not math.isnan(value):
+                    taken.append(value)
+        means.append(sum(taken) / len(taken))
+    np.testing.assert_allclose(found.resamples, means)
+    assert found.value == pytest.approx(np.nanmean(values))
+    means.sort()
+    for level, end in ((0.025, found.estimate().low), (0.975, found.estimate().high)):
+        place = level * 199
+        below = means[int(place)]
+        assert end == pytest.approx(below + (place % 1) * (means[int(place) + 1] - below))
+
+
+def test_contexts_are_drawn_not_questions():
+    """Ten alike questions of each of four contexts are no surer than one of each."""
+    scores = [1.0, 0.0, 1.0, 0.0]
+    once = Resampler(["a", "b", "c", "d"], 500, [0]).mean(np.array(scores)).estimate()
+    tenfold = Resampler([name for name in "abcd" for _ in range(10)], 500, [0])
+    assert tenfold.mean(np.repeat(scores, 10)).estimate() == once
+    assert (once.low, once.high) == (0.0, 1.0)
+
+
+def test_draws_are_seeded_and_the_order_of_rows_does_not_matter():
+    np.testing.assert_array_equal(draw(5, 20, [1, 2]), draw(5, 20, [1, 2]))
+    assert (draw(5, 20, [1, 2]) != draw(5, 20, [1, 3])).any()
+    assert set(draw(3, 100, [0]).ravel()) == {0, 1, 2}
+    first = Resampler(["a", "b", "c"], 50, [0]).mean(np.array([0.1, 0.5, 0.7]))
+    turned = Resampler(["c", "a", "b"], 50, [0]).mean(np.array([0.7, 0.1, 0.5]))
+    np.testing.assert_allclose(first.resamples, turned.resamples)
+
+
+def test_a_single_context_has_no_interval_nor_has_a_mean_with_it():
+    alone = Resampler(["a", "a"], 50, [0]).mean(np.array([1.0, 0.0]))
+    assert alone.estimate() == Estimate(0.5)
+    two = Resampler(["a", "b"], 50, [0])
+    assert two.mean(np.array([1.0, math.nan])).estimate() == Estimate(1.0)
+    assert (alone + two.mean(np.array([1.0, 0.0]))).estimate() == Estimate(1.0)
+
+
+def test_quotients_are_taken_in_each_resample():
+    above, below = Sampled(2.0, np.array([1.0, 2.0, 3.0])), Sampled(4.0, np.array([0.0, 4.0, 2.0]))
+    np.testing.assert_allclose((above / below).resamples, [math.nan, 0.5, 1.5])
+    assert (above / below).value == 0.5
+    assert math.isnan((above / Sampled(0.0, np.zeros(3))).value)
+    np.testing.assert_allclose((above / 2.0).resamples, [0.5, 1.0, 1.5])
+
+
+def test_an_interval_excludes_zero_or_not():
+    assert Estimate(1.0, 0.1, 2.0).excludes_zero
+    assert Estimate(-1.0, -2.0, -0.1).excludes_zero
+    assert not Estimate(1.0, 0.0, 2.0).excludes_zero
+    assert not Estimate(1.0).excludes_zero
