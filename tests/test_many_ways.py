@@ -80,7 +80,9 @@ def test_what_is_refused():
     with prefilled(model) as whole:
         with pytest.raises(InvalidPolicyError, match="a list of at least one, got an empty list"):
             whole.compress(random_scores(model, 1, TOKENS), [])
-        with pytest.raises(ScoringError, match=r"expected scores \[R, L, H, N\] = \[2, 3, 2, 40\], got \[1, 3, 2, 40\]"):
+        with pytest.raises(
+            ScoringError, match=r"expected scores \[R, L, H, N\] = \[2, 3, 2, 40\], got \[1, 3, 2, 40\]"
+        ):
             whole.compress(random_scores(model, 1, TOKENS), WAYS[:2])
-    with prefilled(model, rows=2) as whole, pytest.raises(CacheStateError, match="expected one row, .* a cache of 2"):
+    with prefilled(model, rows=2) as whole, pytest.raises(CacheStateError, match=r"expected one row, .* a cache of 2"):
         whole.compress(random_scores(model, 2, TOKENS), WAYS[:2])

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "proxykv_hf"
 #: A file imports only from levels below its own.
 LEVELS = {
     0: ["errors", "files", "_compat"],
-    1: ["geometry", "retention", "storage", "prompt", "chat", "report", "lane", "logits"],
+    1: ["geometry", "retention", "storage", "prompt", "chat", "report", "lane", "logits", "evaluation.task"],
     2: ["attention", "inputs", "ragged", "scorers.base"],
     3: ["layers", "reconstruction"],
     4: ["features", "prefill", "pruning", "snapshot"],
@@ -35,6 +35,9 @@ LEVELS = {
         "benchmark.meter",
         "benchmark.prompt",
         "benchmark.report",
+        "evaluation.answers",
+        "evaluation.methods",
+        "evaluation.rows",
     ],
     10: [
         "training.checkpoints",
@@ -43,12 +46,21 @@ LEVELS = {
         "training.feature_cache",
         "benchmark.measure",
         "commands.models",
+        "evaluation.prompts",
     ],
-    11: ["training.curves", "training.dataset", "training.teacher"],
+    11: ["evaluation.runner", "training.curves", "training.dataset", "training.teacher"],
     12: ["training.loop", "training.ridge", "commands.bench", "commands.generate", "commands.teacher"],
     13: ["training.prepare", "training.results"],
     14: ["commands.train"],
-    15: ["__init__", "benchmark.__init__", "cli", "commands.__init__", "scorers.__init__", "training.__init__"],
+    15: [
+        "__init__",
+        "benchmark.__init__",
+        "cli",
+        "commands.__init__",
+        "evaluation.__init__",
+        "scorers.__init__",
+        "training.__init__",
+    ],
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names}
 
