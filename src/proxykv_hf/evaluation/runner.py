@@ -113,7 +113,7 @@ class Runner:
         methods: Mapping[str, Method],
         cells: Sequence[Cell],
         metrics: Mapping[str, Metric],
-        batch_tokens: int = 2048,
+        batch_tokens: int = 4096,
     ) -> None:
         if batch_tokens < 1:
             raise InvalidInputError(f"batch_tokens: expected at least 1, got {batch_tokens}")
