@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable
 
 from ..task import Example, Question, Task
-from .fitting import Pieces, fit, seeded
+from .fitting import Pieces, fit, if_short, seeded
 from .words import ADJECTIVES, NOUNS, Words
 
 COMMON = 10
@@ -49,15 +49,14 @@ def numbered(rng: random.Random, common: list[str], others: list[str], often: in
 def common_words(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
     """`Task.make` of cwe: ten words of a numbered list that appear more often than the others.
 
-    From 1,024 tokens on a solved list of 40 words comes first, as in RULER.
+    A solved list of 40 words comes first, as in RULER, if there is room.
     """
     rng = seeded("cwe", seed, index, "words")
     single = rng.sample([*ADJECTIVES, *NOUNS], len(ADJECTIVES) + len(NOUNS))
-    solved = ""
-    if tokens >= 1024:
-        shown, others = single[-COMMON:], single[-2 * COMMON : -COMMON]
-        answer = " ".join(f"{number}. {word}" for number, word in enumerate(shown, 1))
-        solved = f"{numbered(rng, shown, others, 3, 1)}{LIST_QUESTION} {LIST_ANSWER} {answer}\n\n"
+    shown, others = single[-COMMON:], single[-2 * COMMON : -COMMON]
+    answer = " ".join(f"{number}. {word}" for number, word in enumerate(shown, 1))
+    example = f"{numbered(rng, shown, others, 3, 1)}{LIST_QUESTION} {LIST_ANSWER} {answer}\n\n"
+    solved = if_short(example, tokens, length)
     common, others = single[:COMMON], single[COMMON : -2 * COMMON]
     words = Words(rng)
     further = Pieces(iter(words.key, ""))

@@ -18,7 +18,7 @@ HEAD = "Every message to a shop goes to one of its desks. Here are some messages
 ARTICLES = (
     """
 toaster, raincoat, bicycle bell, garden hose, desk fan, wool sweater, coffee grinder, picture frame, rice cooker,
-camping tent, hair dryer, chess set, bread knife, bath towel, travel bag, mountain bike, sewing machine, reading lamp,
+camping tent, hair dryer, chess board, bread knife, bath towel, travel bag, mountain bike, sewing machine, reading lamp,
 winter jacket, water bottle, tennis racket, wall clock, soup bowl, leather belt, flower vase, yoga mat, sleeping bag
 """.replace("\n", " ")
     .strip()

@@ -9,6 +9,8 @@ from ...errors import InvalidInputError
 
 #: A text that leaves no more than this share of its tokens free is full.
 SLACK = 0.02
+#: A solved example that takes up more than this share is left out.
+EXAMPLE_SHARE = 0.4
 #: Pieces of the first guess.
 FIRST_STEP = 8
 
@@ -76,6 +78,11 @@ def fit(
             high = guess
             guess = (low + high) // 2
     return low
+
+
+def if_short(solved: str, tokens: int, length: Callable[[str], int]) -> str:
+    """A solved example to come before the text, or nothing where there is no room for it."""
+    return solved if length(solved) <= EXAMPLE_SHARE * tokens else ""
 
 
 def strewn(rng: random.Random, pieces: Sequence[str]) -> Callable[[list[str]], list[str]]:

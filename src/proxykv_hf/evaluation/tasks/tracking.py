@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable
 
 from ..task import Example, Question, Task
-from .fitting import fit, seeded, strewn
+from .fitting import fit, if_short, seeded, strewn
 from .niah import NOISE
 
 HOPS = 4
@@ -17,8 +17,7 @@ ANSWER = (
     "Answer: According to the chain(s) of variable assignment in the text above, "
     f"{HOPS + 1} variables are assigned the value {{value}}, they are:"
 )
-#: RULER shows one solved example before the text; a shorter text than this has no room for it.
-LEAST_FOR_EXAMPLE = 512
+#: Repetitions of the noise in the solved example.
 EXAMPLE_NOISE = 3
 
 
@@ -35,14 +34,12 @@ def chain(rng: random.Random, letters: int) -> tuple[str, list[str], list[str]]:
 
 
 def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """`Task.make`."""
+    """`Task.make`: a solved example comes first, as in RULER, if there is room."""
     rng = seeded("vt", seed, index, "facts")
-    solved = ""
-    if tokens >= LEAST_FOR_EXAMPLE:
-        value, names, lines = chain(rng, letters=3)
-        text = "\n".join(strewn(rng, lines)([NOISE] * EXAMPLE_NOISE))
-        question, answer = QUESTION.format(value=value), ANSWER.format(value=value)
-        solved = f"{INSTRUCTION}{text}{question} {answer} {' '.join(names)}\n\n"
+    value, names, lines = chain(rng, letters=3)
+    text = "\n".join(strewn(rng, lines)([NOISE] * EXAMPLE_NOISE))
+    question, answer = QUESTION.format(value=value), ANSWER.format(value=value)
+    solved = if_short(f"{INSTRUCTION}{text}{question} {answer} {' '.join(names)}\n\n", tokens, length)
     value, names, lines = chain(rng, letters=5)
     mix = strewn(rng, lines)
 
