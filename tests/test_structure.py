@@ -18,12 +18,23 @@ PACKAGE = ROOT / "src" / "proxykv_hf"
 #: A file imports only from levels below its own.
 LEVELS = {
     0: ["errors", "files", "_compat"],
-    1: ["geometry", "retention", "storage", "prompt", "chat", "report", "lane", "logits", "evaluation.task"],
+    1: ["geometry", "retention", "storage", "prompt", "chat", "report", "lane", "logits", "moments", "evaluation.task"],
     2: ["attention", "inputs", "ragged", "scorers.base"],
-    3: ["layers", "reconstruction"],
+    3: ["layers", "reconstruction", "rotary", "scorers.observing"],
     4: ["features", "prefill", "pruning", "snapshot"],
     5: ["cache", "dynamic", "mapper"],
-    6: ["scorers.fixed", "scorers.head_prior", "scorers.on_lane", "scorers.kvzip", "scorers.random", "scorers.snapkv"],
+    6: [
+        "scorers.expected_attention",
+        "scorers.fixed",
+        "scorers.h2o",
+        "scorers.head_prior",
+        "scorers.hidden_state",
+        "scorers.kvzip",
+        "scorers.on_lane",
+        "scorers.random",
+        "scorers.snapkv",
+        "scorers.streaming_llm",
+    ],
     7: ["scorers.proxy", "scorers.static_alignment"],
     8: ["model_card", "pretrained"],
     9: [
@@ -71,6 +82,7 @@ LEVELS = {
         "evaluation.tasks.passages",
     ],
     12: [
+        "training.hidden_state",
         "training.loop",
         "training.ridge",
         "evaluation.tasks.tracking",
