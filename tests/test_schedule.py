@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import warnings
 
 import pytest
@@ -301,9 +300,11 @@ def test_a_timeout_is_not_counted_twice(target, scorer, monkeypatch):
 
     monkeypatch.setattr(Job, "wait", noting(Job.wait))
     monkeypatch.setattr(Job, "result", noting(Job.result))
-    with ProxyPrunedCache(target, scorer, POLICY, timeout=0.5, schedule="proxy_first") as cache:
-        with pytest.warns(ProxyKVWarning, match=r"not there after 0.5 s"):
-            cache.prefill(random_ids(1, TOKENS))
+    with (
+        ProxyPrunedCache(target, scorer, POLICY, timeout=0.5, schedule="proxy_first") as cache,
+        pytest.warns(ProxyKVWarning, match=r"not there after 0.5 s"),
+    ):
+        cache.prefill(random_ids(1, TOKENS))
     assert waits == [0.5, 0.0]  # all of it before the target's prefill, so nothing after
 
 

@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer,
         mapper=arguments.mapper,
         proxy=None if arguments.proxy is None else resolve(arguments.proxy),
+        hidden_state=arguments.hidden_state,
         seed=arguments.seed,
     )
     methods = make_methods(names, sources)

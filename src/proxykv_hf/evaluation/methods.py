@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import InvalidInputError
@@ -17,12 +17,16 @@ from ..mapper import HybridAxialMapper
 from ..pretrained import SELF_PROXY, load_mapper, load_proxy_scorer
 from ..reconstruction import RECIPE
 from ..scorers.base import Scorer
+from ..scorers.expected_attention import ExpectedAttentionScorer
+from ..scorers.h2o import H2OScorer
 from ..scorers.head_prior import HeadPriorScorer
+from ..scorers.hidden_state import HiddenStateScorer
 from ..scorers.kvzip import KVzipScorer
 from ..scorers.proxy import ProxyScorer
 from ..scorers.random import RandomScorer
 from ..scorers.snapkv import SnapKVScorer
 from ..scorers.static_alignment import StaticAlignmentScorer
+from ..scorers.streaming_llm import StreamingLLMScorer
 
 Allocation = Literal["global", "uniform"]
 
@@ -53,6 +57,7 @@ class Sources:
         tokenizer: Its tokenizer.
         mapper: A folder or Hub id, or None if there is none.
         proxy: A folder or Hub id in place of the proxy that the mapper's config names.
+        hidden_state: A folder of trained heads, or None if there is none.
         seed: Of random scores.
     """
 
@@ -63,10 +68,11 @@ class Sources:
         *,
         mapper: str | None = None,
         proxy: str | None = None,
+        hidden_state: str | None = None,
         seed: int = 0,
     ) -> None:
         self.target, self.tokenizer, self.seed = target, tokenizer, seed
-        self._mapper, self._proxy = mapper, proxy
+        self._mapper, self._proxy, self._hidden_state = mapper, proxy, hidden_state
 
     @functools.cached_property
     def mapper(self) -> HybridAxialMapper:
@@ -77,6 +83,12 @@ class Sources:
     @functools.cached_property
     def proxykv(self) -> ProxyScorer:
         return load_proxy_scorer(self.mapper, target=self.target, proxy=self._proxy)
+
+    def hidden_state(self) -> HiddenStateScorer:
+        """The scorer of the trained heads."""
+        if self._hidden_state is None:
+            raise InvalidInputError("expected trained heads, got none: give --hidden-state FOLDER")
+        return HiddenStateScorer.from_pretrained(self._hidden_state, target=self.target)
 
     def whole_proxy(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The proxy with all its layers, and its tokenizer."""
@@ -108,9 +120,37 @@ def _snapkv(sources: Sources) -> tuple[Scorer, str]:
     return scorer, f"window {scorer.window_tokens}, kernel {scorer.kernel_size}"
 
 
+def _h2o(sources: Sources) -> tuple[Scorer, str]:
+    scorer = H2OScorer()
+    return scorer, f"recent share {scorer.recent_share}"
+
+
+def _streaming_llm(sources: Sources) -> tuple[Scorer, str]:
+    scorer = StreamingLLMScorer()
+    return scorer, f"sinks {scorer.sink_tokens}"
+
+
+def _expected_attention(sources: Sources) -> tuple[Scorer, str]:
+    scorer = ExpectedAttentionScorer()
+    return scorer, f"future {scorer.future_tokens}, sinks {scorer.sink_tokens}, epsilon {scorer.epsilon}"
+
+
+def _hidden_state(sources: Sources) -> tuple[Scorer, str]:
+    scorer = sources.hidden_state()
+    return scorer, f"heads {_digest(scorer.heads.weights, scorer.heads.bias)}"
+
+
 def _head_prior(sources: Sources) -> tuple[Scorer, str]:
-    prior = sources.mapper.head_prior().float().cpu()
-    return HeadPriorScorer(prior), f"prior {hashlib.sha256(prior.numpy().tobytes()).hexdigest()[:16]}"
+    prior = sources.mapper.head_prior()
+    return HeadPriorScorer(prior), f"prior {_digest(prior)}"
+
+
+def _digest(*tensors: Tensor) -> str:
+    """16 hex digits that differ for other numbers."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _static_alignment(sources: Sources) -> tuple[Scorer, str]:
@@ -128,7 +168,11 @@ METHODS: dict[str, tuple[Allocation, Callable[[Sources], tuple[Scorer, str]]]] =
     "kvzip": ("global", _kvzip),
     "head_prior": ("global", _head_prior),
     "static_alignment": ("global", _static_alignment),
+    "hidden_state": ("global", _hidden_state),
     "snapkv": ("uniform", _snapkv),
+    "h2o": ("uniform", _h2o),
+    "expected_attention": ("uniform", _expected_attention),
+    "streaming_llm": ("uniform", _streaming_llm),
     "random": ("uniform", _random),
 }
 
