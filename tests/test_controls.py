@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_scorers import kvzip_twin
-from tiny import random_ids, tiny_model, tiny_tokenizer
+from tiny import pad_left, random_ids, tiny_model, tiny_tokenizer
 
 from proxykv_hf import (
     GeometryError,
@@ -21,8 +21,9 @@ from proxykv_hf.scorers.static_alignment import align
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 
 
-def test_static_alignment_is_the_proxys_kvzip_carried_over():
-    target, proxy = tiny_model("llama", 2, layers=5), tiny_model("qwen2", 3, layers=3)
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_static_alignment_is_the_proxys_kvzip_carried_over(group):
+    target, proxy = tiny_model("llama", 2, layers=5), tiny_model("qwen2", group, layers=3)
     ids = random_ids(1, 40)
     with ProxyPrunedCache(target, StaticAlignmentScorer(proxy.model, tiny_tokenizer()), POLICY, strict=True) as cache:
         scores = cache.prefill(ids, context=(4, 40))["static_alignment"]
@@ -52,3 +53,16 @@ def test_the_head_prior_fills_the_best_heads_first():
         pytest.raises(GeometryError, match=r"expected a prior \[L, H\] = \[3, 2\], got \[2, 2\]"),
     ):
         cache.prefill(random_ids(1, 40))
+
+
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_the_head_prior_is_one_number_a_head(group):
+    """Whatever the rows hold, also where some of their columns are padding."""
+    model, prior = tiny_model("qwen2", group), torch.tensor([[1.0, 5], [2, 0], [4, 3]])
+    ids, mask = pad_left([random_ids(1, n)[0] for n in (17, 9)])
+    with ProxyPrunedCache(model, HeadPriorScorer(prior), POLICY, strict=True) as cache:
+        scores = cache.prefill(ids, mask, prune=False)["head_prior"]
+    assert scores.shape == (2, 3, 2, 17)
+    for layer in range(3):
+        for head in range(2):
+            assert set(scores[:, layer, head].flatten().tolist()) == {float(prior[layer, head])}

@@ -11,7 +11,7 @@ from test_scorers import kvzip_twin
 from tiny import random_ids, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 
-from proxykv_hf import InvalidInputError, features
+from proxykv_hf import InvalidInputError, features, logits
 from proxykv_hf._compat import call_forward
 from proxykv_hf.features import LOG_FLOOR, NEIGHBOURHOOD, WINDOW, Cancelled, FeatureRecipe, proxy_features
 
@@ -55,7 +55,7 @@ def hidden_twin(model, ids, layers):
 @pytest.mark.parametrize("group", [1, 3])
 def test_attention_features_equal_whole_matrices(tokens, group, block, monkeypatch):
     if block:
-        monkeypatch.setattr(features, "IN_CACHE", block * group * tokens)
+        monkeypatch.setattr(logits, "IN_CACHE", block * group * tokens)
     model = tiny_model("qwen2", group)
     ids = random_ids(1, tokens, seed=tokens)
     ours = proxy_features(model.model, ids[0], FeatureRecipe(("attention",), 3))

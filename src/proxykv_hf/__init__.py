@@ -20,23 +20,31 @@ from .mapper import HybridAxialMapper, HybridAxialMapperConfig
 from .report import CacheReport
 from .retention import RetentionPolicy
 from .scorers.base import Observation, Scorer, ScorerRun, ScoringRequest, WholeCache
+from .scorers.expected_attention import ExpectedAttentionScorer
 from .scorers.fixed import FixedScorer
+from .scorers.h2o import H2OScorer
 from .scorers.head_prior import HeadPriorScorer
+from .scorers.hidden_state import HiddenStateHeads, HiddenStateScorer
 from .scorers.kvzip import KVzipScorer
 from .scorers.proxy import ProxyScorer
 from .scorers.random import RandomScorer
 from .scorers.snapkv import SnapKVScorer
 from .scorers.static_alignment import StaticAlignmentScorer
+from .scorers.streaming_llm import StreamingLLMScorer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CacheReport",
     "CacheStateError",
+    "ExpectedAttentionScorer",
     "FeatureRecipe",
     "FixedScorer",
     "GeometryError",
+    "H2OScorer",
     "HeadPriorScorer",
+    "HiddenStateHeads",
+    "HiddenStateScorer",
     "HybridAxialMapper",
     "HybridAxialMapperConfig",
     "InvalidInputError",
@@ -59,6 +67,7 @@ __all__ = [
     "ShardError",
     "SnapKVScorer",
     "StaticAlignmentScorer",
+    "StreamingLLMScorer",
     "UnsupportedModelError",
     "WholeCache",
     "prune_dynamic_cache",

@@ -16,7 +16,7 @@ import copy
 import enum
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -230,15 +230,17 @@ class ProxyPrunedCache(DynamicCache):
             raise CacheStateError(f"expected an empty cache and at least one token, got {self._phase.value}, {tokens}")
         self._expected = tokens
 
-    def compress(self, scores: Tensor, policy: RetentionPolicy) -> ProxyPrunedCache:
+    def compress(self, scores: Tensor, policy: RetentionPolicy | Sequence[RetentionPolicy]) -> ProxyPrunedCache:
         """A pruned copy of this whole cache, which stays whole.
 
         Args:
             scores: `[R, L, H, N]` as ``prefill(..., prune=False)`` returns them.
-            policy: How much the copy keeps.
+            policy: How much the copy keeps. A list of n policies, for a cache of one row, makes a copy of n rows:
+                the same prompt kept in n ways, each by its own row of ``scores`` `[n, L, H, N]` and its own policy.
 
         Raises:
-            CacheStateError: The cache is empty or pruned already.
+            CacheStateError: The cache is empty or pruned already, or has several rows where a list is given.
+            InvalidPolicyError: An empty list.
             ScoringError: Scores of a wrong shape, or with NaN.
         """
         self._settle()
@@ -248,8 +250,12 @@ class ProxyPrunedCache(DynamicCache):
                 "fork(n) what compress() returns"
             )
         started = time.perf_counter()
-        twin = self._twin(policy)
-        twin._decide(checked_scores(scores, self.geometry, self._prompt), policy)
+        if isinstance(policy, RetentionPolicy):
+            twin = self._twin(policy)
+            twin._decide(checked_scores(scores, self.geometry, self._prompt), policy)
+        else:
+            twin = self._twin(self.policy)
+            twin._decide_each_way(scores, policy)
         twin._prune_layers()
         twin._seconds["prune"] = time.perf_counter() - started
         warn_over_budget(twin._over_budget)
@@ -692,10 +698,32 @@ class ProxyPrunedCache(DynamicCache):
     def _decide(self, scores: Tensor, policy: RetentionPolicy) -> None:
         """From scores `[R, L, H, P]` to what is kept."""
         assert self._prompt is not None
-        keep, self._over_budget = keep_masks(scores[:, list(self.geometry.full_layers)], self._prompt, policy)
+        policies = [policy] * len(self._prompt.lengths)
+        keep, self._over_budget = keep_masks(scores[:, list(self.geometry.full_layers)], self._prompt, policies)
         self._kept = pack_mask(keep).cpu()
         if not keep.all():
             self._pruner = Pruner(keep, self._rows, is_ragged(keep, self._prompt))
+
+    def _decide_each_way(self, scores: Tensor, policies: Sequence[RetentionPolicy]) -> None:
+        """Become n rows of the one that is held; full-attention layers follow when they are pruned.
+
+        Args:
+            scores: `[n, L, H, P]`.
+            policies: n of them.
+        """
+        assert self._prompt is not None
+        if len(self._rows) != 1:
+            raise CacheStateError(f"expected one row, to be kept in several ways, got a cache of {len(self._rows)}")
+        if not policies:
+            raise InvalidPolicyError("expected a policy, or a list of at least one, got an empty list")
+        self._prompt, self._rows = self._prompt.repeated(len(policies)), torch.arange(len(policies))
+        scores = checked_scores(scores, self.geometry, self._prompt)[:, list(self.geometry.full_layers)]
+        keep, self._over_budget = keep_masks(scores, self._prompt, policies)
+        self._kept = pack_mask(keep).cpu()
+        self._pruner = Pruner(keep, self._rows, ragged=True)
+        for layer in self.layers:
+            if not isinstance(layer, PrunedLayer):
+                layer.batch_repeat_interleave(len(policies))
 
     def _prune_layers(self) -> None:
         """Shrink the layers that are whole, one after another."""
@@ -703,7 +731,9 @@ class ProxyPrunedCache(DynamicCache):
             return
         for layer in list(self._full_layers()):
             if layer.storage is not None and not layer.offset:
-                self._prune_layer(layer, layer.storage.keys, layer.storage.values)
+                keys, values = layer.storage.keys, layer.storage.values
+                rows = (len(self._rows), -1, -1, -1)  # one row may be pruned in several ways
+                self._prune_layer(layer, keys.expand(rows), values.expand(rows))
         if all(layer.is_initialized for layer in self.layers):
             self._pruner = None
 

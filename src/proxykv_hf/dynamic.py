@@ -60,7 +60,7 @@ def prune_dynamic_cache(
     scores = scores[:, places]
     if any(scores[row, :, :, pad:].isnan().any() for row, pad in enumerate(prompt.pads)):
         raise ScoringError("the scores hold NaN")
-    keep, over_budget = keep_masks(scores, prompt, policy)
+    keep, over_budget = keep_masks(scores, prompt, [policy] * len(prompt.lengths))
     ragged = is_ragged(keep, prompt)
     if ragged and target is None:
         raise InvalidInputError(

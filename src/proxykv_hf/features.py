@@ -29,7 +29,7 @@ from . import attention
 from ._compat import call_forward
 from .errors import InvalidInputError
 from .geometry import ModelGeometry
-from .logits import scaled_logits
+from .logits import causal_weights
 from .reconstruction import reconstruction_scores
 
 SOURCES = ("attention", "hidden", "reconstruction")
@@ -39,8 +39,6 @@ NEIGHBOURHOOD = 16
 WINDOW = 64
 #: The least logarithm of a weight that is told apart, about 1e-7.
 LOG_FLOOR = -16.0
-#: Attention weights held at once, in elements: what fits in a CPU core's cache, and what fills a GPU.
-IN_CACHE, ON_GPU = 1 << 19, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -235,29 +233,20 @@ def received_attention(
     Returns: features `[3 * Q, n]`, float32, log scale; and the output `[Q, n, Dv]`.
     """
     heads, tokens, _ = key.shape
-    grouped = query.unflatten(0, (heads, -1))  # [H, G, n, D]
-    group = grouped.shape[1]
+    group = len(query) // heads
     largest, total, last = (query.new_zeros((heads, group, tokens), dtype=torch.float32) for _ in range(3))
     output = query.new_empty(heads, group, tokens, value.shape[2])
-    step = max(1, (ON_GPU if query.is_cuda else IN_CACHE) // (group * tokens))
     places = torch.arange(tokens, device=query.device)
-    for head in range(heads):
-        for start in range(0, tokens, step):
-            stop = min(start + step, tokens)
-            rows = grouped[head, :, start:stop]  # [G, m, D]
-            logits = scaled_logits(rows.flatten(0, 1), key[head, :stop], scaling, softcap).unflatten(0, (group, -1))
-            own = places[start:stop, None]
-            logits[:, :, start:].masked_fill_(places[start:stop] > own, -math.inf)
-            weights = logits.softmax(-1)  # [G, m, stop]
-            output[head, :, start:stop] = (weights.flatten(0, 1).to(value.dtype) @ value[head, :stop]).unflatten(
-                0, (group, -1)
-            )
-            near = max(0, start - NEIGHBOURHOOD + 1)
-            weights[:, :, near:].masked_fill_(places[near:stop] > own - NEIGHBOURHOOD, 0.0)
-            torch.maximum(largest[head, :, :stop], weights.amax(1), out=largest[head, :, :stop])
-            total[head, :, :stop] += weights.sum(1)
-            if stop > tokens - WINDOW:
-                last[head, :, :stop] += weights[:, max(0, tokens - WINDOW - start) :].sum(1)
+    for head, start, stop, weights in causal_weights(query, key, scaling, softcap):
+        output[head, :, start:stop] = (weights.flatten(0, 1).to(value.dtype) @ value[head, :stop]).unflatten(
+            0, (group, -1)
+        )
+        near = max(0, start - NEIGHBOURHOOD + 1)
+        weights[:, :, near:].masked_fill_(places[near:stop] > places[start:stop, None] - NEIGHBOURHOOD, 0.0)
+        torch.maximum(largest[head, :, :stop], weights.amax(1), out=largest[head, :, :stop])
+        total[head, :, :stop] += weights.sum(1)
+        if stop > tokens - WINDOW:
+            last[head, :, :stop] += weights[:, max(0, tokens - WINDOW - start) :].sum(1)
     later = (tokens - NEIGHBOURHOOD - places).clamp(min=1)
     features = log_scale(torch.stack([largest, total / later, last / min(WINDOW, tokens)]).flatten(0, 2))
     return features, output.flatten(0, 1)

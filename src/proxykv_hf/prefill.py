@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import attention
-from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, ScoringError
+from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, ScoringError, UnsupportedModelError
 from .geometry import ModelGeometry
 from .layers import PrunedLayer
 from .prompt import Context, Prompt, check_left_padded, read_prompt
@@ -77,6 +77,7 @@ class Prefill:
         self._runs = runs
         self._chunks: list[Tensor | None] = []
         self._mask: Tensor | None = None
+        self._pads: tuple[int, ...] = ()  # of the batch's rows so far
         self._positions: list[Tensor] = []
         self._ids_tell_rows = True
         self._drafts = 0
@@ -99,7 +100,7 @@ class Prefill:
             known: Tokens of the whole prompt, where they are known.
 
         Raises:
-            ValueError: What a scorer refuses, before any work.
+            ValueError, UnsupportedModelError: What a scorer refuses, before any work.
         """
         self._drafts = drafts
         self._note(call, shape)
@@ -109,7 +110,7 @@ class Prefill:
         for name, scorer in self.scorers.items():
             try:
                 self._runs[name] = scorer.begin(request)
-            except ValueError:
+            except (ValueError, UnsupportedModelError):
                 self.cancel()
                 raise
             except Exception as error:
@@ -118,8 +119,9 @@ class Prefill:
         observers = [run for name, run in self._runs.items() if self.scorers[name].observes]
 
         def watch(observation: Observation) -> None:
+            seen = replace(observation, pads=self._pads)
             for run in observers:
-                run.observe(observation)
+                run.observe(seen)
 
         for layer in layers:
             layer.watch = watch
@@ -169,6 +171,7 @@ class Prefill:
         self._chunks.append(call.get("input_ids"))
         self._positions.append(positions.expand(shape[0], -1).cpu())
         self._mask = mask
+        self._pads = () if mask is None else tuple((~mask.bool()).sum(1).tolist())
 
     def crop(self, count: int, seen: int) -> None:
         """The last ``count`` of ``seen`` tokens were taken back."""
@@ -260,7 +263,7 @@ class Prefill:
 
     def _scoring_request(self, prompt: Prompt, at_once: bool) -> ScoringRequest:
         limit = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return ScoringRequest(prompt, self.geometry, self.tokenizer, limit, self.timeout, at_once)
+        return ScoringRequest(prompt, self.target, self.geometry, self.tokenizer, limit, self.timeout, at_once)
 
     def _fail(self, name: str, error: Exception) -> None:
         """Raise if strict, else remember and warn."""

@@ -57,6 +57,15 @@ class Prompt:
         """The same without the tokens, to be kept for long."""
         return replace(self, input_ids=None)
 
+    def repeated(self, rows: int) -> Prompt:
+        """One row as ``rows`` distinct ones, which are to be kept differently."""
+        return replace(
+            self.without_ids(),
+            lengths=self.lengths * rows,
+            contexts=self.contexts * rows,
+            next_positions=self.next_positions * rows,
+        )
+
     def cropped(self, columns: int) -> Prompt:
         """Without the last ``columns`` columns."""
         lengths = tuple(max(0, length - columns) for length in self.lengths)

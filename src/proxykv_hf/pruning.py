@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,14 +15,15 @@ from .retention import RetentionPolicy, select
 from .storage import DenseStorage, RaggedStorage, plain_tensors
 
 
-def keep_masks(scores: Tensor, prompt: Prompt, policy: RetentionPolicy) -> tuple[Tensor, int]:
+def keep_masks(scores: Tensor, prompt: Prompt, policies: Sequence[RetentionPolicy]) -> tuple[Tensor, int]:
     """Scores `[R, L, H, P]` of the full-attention layers to the kept mask of the same shape.
 
-    Padding is never kept. The number is that of the pairs kept beyond the budget.
+    Each row has its own of the R ``policies``. Padding is never kept. The number is that of the pairs kept beyond the
+    budget.
     """
     keep = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
     over_budget = 0
-    for row, (pad, context) in enumerate(zip(prompt.pads, prompt.contexts, strict=True)):
+    for row, (pad, context, policy) in enumerate(zip(prompt.pads, prompt.contexts, policies, strict=True)):
         selection = select(scores[row, :, :, pad:], policy, context)
         keep[row, :, :, pad:] = selection.keep
         over_budget += selection.over_budget

@@ -17,12 +17,22 @@ from ..chat import chat_affixes, encode
 from ..errors import InvalidInputError
 from ..retention import RetentionPolicy
 from ..scorers.base import Scorer
+from ..scorers.expected_attention import ExpectedAttentionScorer
+from ..scorers.h2o import H2OScorer
 from ..scorers.kvzip import KVzipScorer
 from ..scorers.random import RandomScorer
 from ..scorers.snapkv import SnapKVScorer
+from ..scorers.streaming_llm import StreamingLLMScorer
 from .models import add_target, device_and_dtype, load
 
-SCORERS: dict[str, Callable[[], Scorer]] = {"kvzip": KVzipScorer, "snapkv": SnapKVScorer, "random": RandomScorer}
+SCORERS: dict[str, Callable[[], Scorer]] = {
+    "expected_attention": ExpectedAttentionScorer,
+    "h2o": H2OScorer,
+    "kvzip": KVzipScorer,
+    "random": RandomScorer,
+    "snapkv": SnapKVScorer,
+    "streaming_llm": StreamingLLMScorer,
+}
 
 
 def add_parser(commands: Any) -> None:

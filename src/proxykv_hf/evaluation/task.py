@@ -11,7 +11,8 @@ class Question:
     """One question of a context.
 
     Args:
-        text: What follows the context in the user's turn. No scorer sees it, unless the evaluation is query-aware.
+        text: What follows the context in the user's turn, which is ``context + text``: it begins with its own line
+            breaks. No scorer sees it, unless the evaluation is query-aware.
         references: Right answers; the task's metric says whether one or all of them are wanted.
         answer_prefix: What the answer is made to begin with, after the chat template's start of an answer.
         max_new_tokens: The longest answer.

@@ -21,7 +21,8 @@ class ScoringRequest:
 
     Args:
         prompt: The distinct rows.
-        geometry: The target's.
+        target: The model whose KV pairs are rated.
+        geometry: Its geometry.
         tokenizer: The target's, or None if the cache was given none.
         max_positions: Positions that the target has, or None if its config does not say.
         timeout: Seconds that `ScorerRun.finish` may wait, or None.
@@ -29,6 +30,7 @@ class ScoringRequest:
     """
 
     prompt: Prompt
+    target: PreTrainedModel
     geometry: ModelGeometry
     tokenizer: PreTrainedTokenizerBase | None
     max_positions: int | None = None
@@ -48,6 +50,7 @@ class Observation:
         scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: Cap of the logits (Gemma 2), or None.
         columns: N.
+        pads: `[B]`, padding columns of each batch row so far, in a row that is all padding N; empty without padding.
     """
 
     layer: int
@@ -57,6 +60,7 @@ class Observation:
     scaling: float | None
     softcap: float | None
     columns: int
+    pads: tuple[int, ...] = ()
 
     def without_states(self, query: Tensor) -> Observation:
         """To keep: another query, and none of the large tensors."""
@@ -143,5 +147,6 @@ class Scorer(Protocol):
 
         Raises:
             InvalidInputError: What can be refused before the prefill.
+            UnsupportedModelError: Likewise, a target that this scorer cannot rate.
         """
         ...

@@ -1,0 +1,184 @@
+"""``proxykv evaluate``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..benchmark.measure import environment
+from ..benchmark.report import check_writable
+from ..chat import encode
+from ..errors import InvalidInputError
+from ..evaluation.methods import FULL, METHODS, Method, Sources, check_methods, make_methods
+from ..evaluation.metrics import METRICS, check_metric
+from ..evaluation.readers import FORMATS, read
+from ..evaluation.rows import FORMAT, RowFile
+from ..evaluation.runner import ALLOCATIONS, Case, Runner, make_cells
+from ..evaluation.task import Example
+from ..evaluation.tasks import TASKS
+from ..geometry import weights_fingerprint
+from ..retention import RetentionPolicy
+from .models import DTYPES, add_target, device_and_dtype, load, optional, public_name, resolve
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "evaluate",
+        help="measure what each method still answers at each budget",
+        description="One prefill per document, pruned by every method to every ratio, then all its questions; a JSON "
+        "line for each answer. A run that was stopped goes on where it was, and what is asked for later is added.",
+    )
+    add_target(parser)
+    parser.add_argument("--mapper", help="a folder or Hub id, for the methods proxykv, head_prior, static_alignment")
+    parser.add_argument("--proxy", help="like --target; by default the one that the mapper's config names")
+    parser.add_argument("--hidden-state", metavar="FOLDER", help="the trained heads, for the method hidden_state")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--tasks", nargs="+", metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
+    source.add_argument("--data", type=Path, metavar="FILE", help="instead: examples from a file")
+    parser.add_argument("--format", choices=FORMATS, default="proxykv", help="of --data (default: proxykv, our own)")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["kvzip", "snapkv", "random"],
+        metavar="METHOD",
+        help=f"some of {', '.join(METHODS)}; the full cache is run in any case (default: kvzip snapkv random)",
+    )
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[0.1, 0.2, 0.3], metavar="RATIO", help="shares of KV pairs kept"
+    )
+    parser.add_argument("--tokens", type=int, default=1024, help="length of a context (default: 1024)")
+    parser.add_argument("--examples", type=int, help="of each task (default: 10, of --data all)")
+    parser.add_argument("--questions", type=int, help="of each example, at most (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="other examples, and random scores, for every seed")
+    parser.add_argument(
+        "--allocation", choices=ALLOCATIONS, default="native", help="of the budget (default: native, each method's own)"
+    )
+    parser.add_argument(
+        "--query-aware",
+        action="store_true",
+        help="the prompt that is prefilled, scored and pruned goes on to the question's end; the question is kept",
+    )
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="of one forward over questions (default: 4096)")
+    parser.add_argument("--redo", nargs="+", default=[], metavar="METHOD", help="drop these methods' rows in --out")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines; `proxykv report` reads it")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    names = _checked(arguments)
+    tqdm = optional("tqdm", "models").tqdm
+    device, dtype = device_and_dtype(arguments.device, arguments.dtype)
+    target, tokenizer = load(arguments.target, device, dtype)
+    metrics, examples, errors = _examples(arguments, tokenizer)
+    cases = [Case.of(example, metrics[example.task], tokenizer, arguments.query_aware) for example in examples]
+    sources = Sources(
+        target,
+        tokenizer,
+        mapper=arguments.mapper,
+        proxy=None if arguments.proxy is None else resolve(arguments.proxy),
+        hidden_state=arguments.hidden_state,
+        seed=arguments.seed,
+    )
+    methods = make_methods(names, sources)
+    cells = make_cells(methods, arguments.ratios, arguments.allocation)
+    runner = Runner(target, tokenizer, methods, cells, METRICS, arguments.batch_tokens)
+    for case in cases:
+        runner.check(case)
+    header = _header(arguments, target, metrics, methods)
+    file = RowFile(arguments.out, header, arguments.redo)
+    keys = [key for case in cases for key in runner.keys(case)]
+    with tqdm(total=len(keys), initial=sum(key in file.rows for key in keys), desc="answers") as bar:
+        for case in cases:
+            bar.set_postfix_str(f"{case.example.task} {case.example.name}")
+            if rows := runner.run(case, file.rows, bar.update):
+                file.append(rows)
+    if errors:
+        raise InvalidInputError("\n".join([f"{len(errors)} lines of {arguments.data} were left out:", *errors]))
+
+
+def _checked(arguments: argparse.Namespace) -> list[str]:
+    """The methods' names, once all is checked that needs no model."""
+    names = check_methods(arguments.methods)
+    for ratio in arguments.ratios:
+        RetentionPolicy(ratio)
+    for option in ("tokens", "examples", "questions", "batch_tokens"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise InvalidInputError(f"--{option.replace('_', '-')}: expected at least 1, got {value}")
+    if arguments.tasks is not None:
+        unknown = [name for name in arguments.tasks if name not in TASKS]
+        if unknown and arguments.tasks != ["all"]:
+            raise InvalidInputError(f"--tasks: expected all, or some of {', '.join(TASKS)}, got {', '.join(unknown)}")
+    check_methods([*arguments.redo])
+    check_writable(arguments.out)
+    return names
+
+
+def _examples(
+    arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, str], list[Example], list[str]]:
+    """Metrics by task, the examples, and what was wrong with lines of ``--data``."""
+    if arguments.data is not None:
+        reading = read(arguments.data, arguments.format)
+        examples, errors = list(reading.examples), list(map(str, reading.errors))
+        metrics = reading.metrics
+    else:
+        tasks = [TASKS[name] for name in (TASKS if arguments.tasks == ["all"] else dict.fromkeys(arguments.tasks))]
+        metrics, errors = {task.name: task.metric for task in tasks}, list[str]()
+        examples = [
+            task.make(arguments.tokens, lambda text: len(encode(tokenizer, text)), arguments.seed, index)
+            for task in tasks
+            for index in range(arguments.examples or 10)
+        ]
+    for metric in metrics.values():
+        check_metric(metric)
+    asked = [dataclasses.replace(example, questions=example.questions[: arguments.questions]) for example in examples]
+    return metrics, asked, errors
+
+
+def _header(
+    arguments: argparse.Namespace, target: Any, metrics: dict[str, str], methods: dict[str, Method]
+) -> dict[str, Any]:
+    """What the file says of this run."""
+    facts = environment(target.device)
+    data = arguments.data
+    return {
+        "format": FORMAT,
+        "target": public_name(arguments.target),
+        "target_weights": weights_fingerprint(target),
+        "mapper": arguments.mapper,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "tokens": arguments.tokens if data is None else None,
+        "seed": arguments.seed,
+        "allocation": arguments.allocation,
+        "query_aware": arguments.query_aware,
+        "data": None if data is None else hashlib.sha256(data.read_bytes()).hexdigest(),
+        "tasks": metrics,
+        "methods": [FULL, *methods],
+        "ratios": arguments.ratios,
+        "identities": {name: method.identity for name, method in methods.items()},
+        "versions": facts["versions"],
+        "hardware": f"{facts['device']}, {torch.get_num_threads()} CPU threads",
+        "commit": _commit(),
+        "command": shlex.split(arguments.command_line),
+    }
+
+
+def _commit() -> str | None:
+    """The package's commit in a checkout, marked if files were changed since."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.strip() or None

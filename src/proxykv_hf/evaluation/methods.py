@@ -1,0 +1,208 @@
+"""The methods that are compared, by name: the one place where their scorers are made."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import InvalidInputError
+from ..geometry import weights_fingerprint
+from ..mapper import HybridAxialMapper
+from ..pretrained import SELF_PROXY, load_mapper, load_proxy_scorer
+from ..reconstruction import RECIPE
+from ..scorers.base import Scorer
+from ..scorers.expected_attention import ExpectedAttentionScorer
+from ..scorers.h2o import H2OScorer
+from ..scorers.head_prior import HeadPriorScorer
+from ..scorers.hidden_state import HiddenStateScorer
+from ..scorers.kvzip import KVzipScorer
+from ..scorers.proxy import ProxyScorer
+from ..scorers.random import RandomScorer
+from ..scorers.snapkv import SnapKVScorer
+from ..scorers.static_alignment import StaticAlignmentScorer
+from ..scorers.streaming_llm import StreamingLLMScorer
+
+Allocation = Literal["global", "uniform"]
+
+#: The full cache, which every method is measured against; it has no scorer and is always run.
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to choose what is kept.
+
+    Args:
+        scorer: Rates the KV pairs.
+        allocation: The one that its authors use.
+        identity: What besides target and prompt its scores depend on: results of other weights do not mix.
+    """
+
+    scorer: Scorer
+    allocation: Allocation
+    identity: str
+
+
+class Sources:
+    """What scorers are made of, each loaded when it is first wanted.
+
+    Args:
+        target: The model whose cache is pruned.
+        tokenizer: Its tokenizer.
+        mapper: A folder or Hub id, or None if there is none.
+        proxy: A folder or Hub id in place of the proxy that the mapper's config names.
+        hidden_state: A folder of trained heads, or None if there is none.
+        seed: Of random scores.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        mapper: str | None = None,
+        proxy: str | None = None,
+        hidden_state: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.target, self.tokenizer, self.seed = target, tokenizer, seed
+        self._mapper, self._proxy, self._hidden_state = mapper, proxy, hidden_state
+
+    @functools.cached_property
+    def mapper(self) -> HybridAxialMapper:
+        if self._mapper is None:
+            raise InvalidInputError("expected a trained mapper, got none: give --mapper FOLDER")
+        return load_mapper(self._mapper)
+
+    @functools.cached_property
+    def proxykv(self) -> ProxyScorer:
+        return load_proxy_scorer(self.mapper, target=self.target, proxy=self._proxy)
+
+    def hidden_state(self) -> HiddenStateScorer:
+        """The scorer of the trained heads."""
+        if self._hidden_state is None:
+            raise InvalidInputError("expected trained heads, got none: give --hidden-state FOLDER")
+        return HiddenStateScorer.from_pretrained(self._hidden_state, target=self.target)
+
+    def whole_proxy(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The proxy with all its layers, and its tokenizer."""
+        revision = None
+        source = self._proxy
+        if source is None:
+            source, revision = str(self.mapper.config.proxy_id), self.mapper.config.proxy_revision
+        if source == SELF_PROXY:
+            raise InvalidInputError(
+                "expected a proxy that is a model of its own, but this mapper's is the target's first layers: give "
+                "--proxy, or leave the method out"
+            )
+        model = AutoModel.from_pretrained(source, revision=revision or "main", dtype=self.target.dtype)
+        nn.Module.to(model, self.target.device).eval()
+        return model, AutoTokenizer.from_pretrained(source, revision=revision or "main")
+
+
+def _proxykv(sources: Sources) -> tuple[Scorer, str]:
+    scorer = sources.proxykv
+    return scorer, f"mapper {weights_fingerprint(scorer.mapper)}, proxy {weights_fingerprint(scorer.proxy)}"
+
+
+def _kvzip(sources: Sources) -> tuple[Scorer, str]:
+    return KVzipScorer(sources.tokenizer), RECIPE
+
+
+def _snapkv(sources: Sources) -> tuple[Scorer, str]:
+    scorer = SnapKVScorer()
+    return scorer, f"window {scorer.window_tokens}, kernel {scorer.kernel_size}"
+
+
+def _h2o(sources: Sources) -> tuple[Scorer, str]:
+    scorer = H2OScorer()
+    return scorer, f"recent share {scorer.recent_share}"
+
+
+def _streaming_llm(sources: Sources) -> tuple[Scorer, str]:
+    scorer = StreamingLLMScorer()
+    return scorer, f"sinks {scorer.sink_tokens}"
+
+
+def _expected_attention(sources: Sources) -> tuple[Scorer, str]:
+    scorer = ExpectedAttentionScorer()
+    return scorer, f"future {scorer.future_tokens}, sinks {scorer.sink_tokens}, epsilon {scorer.epsilon}"
+
+
+def _hidden_state(sources: Sources) -> tuple[Scorer, str]:
+    scorer = sources.hidden_state()
+    return scorer, f"heads {_digest(scorer.heads.weights, scorer.heads.bias)}"
+
+
+def _head_prior(sources: Sources) -> tuple[Scorer, str]:
+    prior = sources.mapper.head_prior()
+    return HeadPriorScorer(prior), f"prior {_digest(prior)}"
+
+
+def _digest(*tensors: Tensor) -> str:
+    """16 hex digits that differ for other numbers."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _static_alignment(sources: Sources) -> tuple[Scorer, str]:
+    proxy, tokenizer = sources.whole_proxy()
+    return StaticAlignmentScorer(proxy, tokenizer), f"{RECIPE}, proxy {weights_fingerprint(proxy)}"
+
+
+def _random(sources: Sources) -> tuple[Scorer, str]:
+    return RandomScorer(sources.seed), f"seed {sources.seed}"
+
+
+#: By name: the allocation that the method's authors use, and what makes its scorer and its identity.
+METHODS: dict[str, tuple[Allocation, Callable[[Sources], tuple[Scorer, str]]]] = {
+    "proxykv": ("global", _proxykv),
+    "kvzip": ("global", _kvzip),
+    "head_prior": ("global", _head_prior),
+    "static_alignment": ("global", _static_alignment),
+    "hidden_state": ("global", _hidden_state),
+    "snapkv": ("uniform", _snapkv),
+    "h2o": ("uniform", _h2o),
+    "expected_attention": ("uniform", _expected_attention),
+    "streaming_llm": ("uniform", _streaming_llm),
+    "random": ("uniform", _random),
+}
+
+
+def check_methods(names: Sequence[str]) -> list[str]:
+    """``names`` without the full cache, which is run in any case.
+
+    Raises:
+        InvalidInputError: An unknown name, or one twice.
+    """
+    unknown = [name for name in names if name not in (FULL, *METHODS)]
+    if unknown or len(set(names)) < len(names):
+        raise InvalidInputError(
+            f"methods: expected some of {', '.join((FULL, *METHODS))}, each once, got {', '.join(names)}"
+        )
+    return [name for name in names if name != FULL]
+
+
+def make_methods(names: Sequence[str], sources: Sources) -> dict[str, Method]:
+    """The methods by name, in this order.
+
+    Raises:
+        InvalidInputError: An unknown name, or one for which something is missing.
+    """
+    methods = {}
+    for name in check_methods(names):
+        allocation, make = METHODS[name]
+        try:
+            scorer, identity = make(sources)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"method {name}: {error}") from error
+        methods[name] = Method(scorer, allocation, identity)
+    return methods

@@ -1,0 +1,73 @@
+"""How an example is put to the model: what is prefilled, what of it may be evicted, what is asked after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from ..chat import chat_affixes, encode
+from .answers import Turn
+from .task import Example, Question
+
+#: Metrics that want every reference in the answer, not just one of them.
+WANT_ALL = ("string_match_all",)
+#: What an answer follows without a space.
+OPENING = "\"'`([{<"
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """One prefill, and what is asked after it.
+
+    Args:
+        ids: The prompt.
+        context: ``(start, stop)``, what of the prompt may be evicted.
+        questions: Places of the questions among the example's.
+        turns: Those questions as tokens.
+    """
+
+    ids: tuple[int, ...]
+    context: tuple[int, int]
+    questions: tuple[int, ...]
+    turns: tuple[Turn, ...]
+
+
+def sittings(
+    example: Example, metric: str, tokenizer: PreTrainedTokenizerBase, query_aware: bool = False
+) -> Iterator[Sitting]:
+    """The prefills that an example takes: one, or with ``query_aware`` one for each question.
+
+    The user's turn is the context and the question; the answer begins with the question's prefix. Only the context may
+    be evicted. As a rule the prompt ends where the context does, and no scorer sees a question. Query-aware, the prompt
+    goes on to the question's end: every scorer reads the question as part of the prompt (the last of SnapKV's queries
+    are the question's), it is kept whole and not counted in the budget, and what follows it (the end of the user's
+    turn, the answer's prefix) is fed to the pruned cache.
+    """
+    before, after = chat_affixes(tokenizer)
+    prefix, context = encode(tokenizer, before), encode(tokenizer, example.context)
+    ids, span = (*prefix, *context), (len(prefix), len(prefix) + len(context))
+    asked = [encode(tokenizer, question.text) for question in example.questions]
+    begun = [encode(tokenizer, after + question.answer_prefix) for question in example.questions]
+    references = [
+        tuple(encode(tokenizer, reference_text(question, metric in WANT_ALL))) for question in example.questions
+    ]
+    if query_aware:
+        for place, question in enumerate(example.questions):
+            turn = Turn(tuple(begun[place]), references[place], question.max_new_tokens)
+            yield Sitting((*ids, *asked[place]), span, (place,), (turn,))
+        return
+    turns = [
+        Turn((*ask, *begin), reference, question.max_new_tokens)
+        for question, ask, begin, reference in zip(example.questions, asked, begun, references, strict=True)
+    ]
+    yield Sitting(ids, span, tuple(range(len(turns))), tuple(turns))
+
+
+def reference_text(question: Question, all_wanted: bool) -> str:
+    """What the likelihood is taken of: the first reference, or all of them if all are wanted, after the prefix."""
+    wanted = question.references if all_wanted else question.references[:1]
+    text = ", ".join(wanted)
+    last = question.answer_prefix[-1:]
+    return f" {text}" if text and last and not last.isspace() and last not in OPENING else text

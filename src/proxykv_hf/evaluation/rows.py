@@ -1,0 +1,143 @@
+"""The file of an evaluation: a header, and a JSON line for each example, question and way to keep the cache.
+
+A run that was stopped goes on where it was; methods, ratios, tasks and examples may be added to a file later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInputError
+from ..files import write_whole
+
+FORMAT = 1
+#: Rows of one file agree in these.
+SAME = ("format", "target", "target_weights", "dtype", "tokens", "seed", "query_aware", "data")
+#: What a run was, apart from what it computed.
+RUN = ("versions", "hardware", "commit", "command")
+#: What tells rows apart; besides, ``block`` says how many rows were written together.
+KEY = ("task", "example", "question", "method", "allocation", "ratio")
+
+Row = dict[str, Any]
+Key = tuple[Any, ...]
+
+
+def key_of(row: Row) -> Key:
+    """What tells this row from all others."""
+    return tuple(row[name] for name in KEY)
+
+
+class RowFile:
+    """Rows on disk, which grow by whole examples.
+
+    Args:
+        path: The file; made if it is not there.
+        header: Of this run: ``FORMAT``, the fields of ``SAME`` and ``RUN``, ``mapper``, ``allocation``, ``tasks``
+            (metrics by name), ``methods``, ``ratios`` and ``identities`` (by method).
+        redo: Methods whose rows are dropped.
+
+    Raises:
+        InvalidInputError: The file is none of ours, is damaged, or was made from something else than this run would
+            go on with.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any], redo: Sequence[str] = ()) -> None:
+        self.path = path
+        before, rows = _read(path)
+        kept = _without_torn_block(rows)
+        if any(row["method"] in redo for row in kept):  # what is left of a block is one no more
+            kept = [row | {"block": 1} for row in kept if row["method"] not in redo]
+        if before is not None:
+            _check(path, before, header, {row["method"] for row in kept})
+            header = _merged(before, header)
+        self.rows = {key_of(row): row for row in kept}
+        text = "".join(map(_line, [{"header": header}, *kept]))
+        if not path.is_file() or path.read_bytes() != text.encode():
+            write_whole(path, text.encode())
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Add what was found for one example, in one write."""
+        rows = [row | {"block": len(rows)} for row in rows]
+        with self.path.open("ab") as file:
+            file.write("".join(map(_line, rows)).encode())
+        self.rows |= {key_of(row): row for row in rows}
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False) + "\n"
+
+
+def _read(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
+    """Header and rows, without a last line that is not whole; no header if there is nothing yet."""
+    if not path.exists():
+        return None, []
+    *lines, _torn = path.read_bytes().split(b"\n")
+    if not lines:
+        return None, []
+    objects: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found = json.loads(line)
+            row = found["header"] if number == 1 else [found[name] for name in (*KEY, "block")] and found
+        except (ValueError, KeyError, TypeError) as error:
+            what = "a header" if number == 1 else "a row"
+            raise InvalidInputError(
+                f"{path}, line {number}: expected {what} as `proxykv evaluate` writes it, got {type(error).__name__}: "
+                f"{error}: give another --out, or delete the line"
+            ) from error
+        objects.append(row)
+    return objects[0], objects[1:]
+
+
+def _without_torn_block(rows: list[Row]) -> list[Row]:
+    """``rows`` without those at the end that a write cut short has left of a block."""
+
+    def block(row: Row) -> Key:
+        return row["task"], row["example"], row["block"]
+
+    together = len(list(itertools.takewhile(lambda row: block(row) == block(rows[-1]), reversed(rows))))
+    return rows[: len(rows) - together % rows[-1]["block"]] if rows else rows
+
+
+def _check(path: Path, before: Mapping[str, Any], header: Mapping[str, Any], present: Iterable[str]) -> None:
+    """Refuse to go on in a file whose rows do not belong with this run's."""
+    for name in SAME:
+        if before.get(name) != header[name]:
+            raise InvalidInputError(
+                f"{path} holds results of {name} {before.get(name)!r}, and this run has {header[name]!r}: give "
+                "another --out"
+            )
+    for task, metric in header["tasks"].items():
+        if before["tasks"].get(task, metric) != metric:
+            raise InvalidInputError(
+                f"{path} holds scores of task {task} by {before['tasks'][task]}, and this run has {metric}: give "
+                "another --out"
+            )
+    for method in present:
+        old, new = before["identities"].get(method), header["identities"].get(method)
+        if new is not None and old != new:
+            raise InvalidInputError(
+                f"{path} holds results of another {method} ({old}; now {new}): give another --out, or --redo {method} "
+                "to drop those rows and run it again"
+            )
+
+
+def _merged(before: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
+    """The header of a file that this run adds to: the first run's, what there is of all, and later runs."""
+    merged = dict(before)
+    for name in ("tasks", "identities"):
+        merged[name] = before[name] | header[name]
+    for name in ("methods", "ratios"):
+        merged[name] = list(dict.fromkeys([*before[name], *header[name]]))
+    allocations = [*before["allocation"].split("+"), *header["allocation"].split("+")]
+    merged["allocation"] = "+".join(dict.fromkeys(allocations))
+    merged["mapper"] = header["mapper"] or before["mapper"]
+    run = {name: header[name] for name in RUN}
+    runs = [{name: before[name] for name in RUN}, *before.get("later", [])]
+    if run not in runs:
+        merged["later"] = [*runs[1:], run]
+    return merged

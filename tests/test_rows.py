@@ -1,0 +1,164 @@
+"""The file of an evaluation: what it goes on from, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from proxykv_hf import InvalidInputError
+from proxykv_hf.evaluation.rows import RowFile, key_of
+
+HEADER = {
+    "format": 1,
+    "target": "org/tiny",
+    "target_weights": "00ff",
+    "mapper": "some/mapper",
+    "dtype": "float32",
+    "tokens": 256,
+    "seed": 0,
+    "allocation": "native",
+    "query_aware": False,
+    "data": None,
+    "tasks": {"fetch": "exact"},
+    "methods": ["full", "random", "proxykv"],
+    "ratios": [0.3],
+    "identities": {"random": "seed 0", "proxykv": "mapper 1"},
+    "versions": {"torch": "2"},
+    "hardware": "an abacus",
+    "commit": "abc",
+    "command": ["proxykv", "evaluate"],
+}
+
+
+def row(example="0", question=0, method="random", ratio=0.3):
+    key = {"task": "fetch", "example": example, "question": question, "method": method}
+    return key | {"allocation": "uniform", "ratio": ratio, "answer": "a\u2028b", "score": 0.5}
+
+
+BLOCKS = [[row(example, question) for question in range(3)] for example in "01"]
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = RowFile(tmp_path / "rows.jsonl", HEADER)
+    for block in BLOCKS:
+        file.append(block)
+    return file.path
+
+
+def header_of(path):
+    return json.loads(path.read_text().splitlines()[0])["header"]
+
+
+def test_what_is_written_is_read_back(path):
+    lines = path.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"header": HEADER},
+        *[{**entry, "block": 3} for block in BLOCKS for entry in block],
+    ]
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    file = RowFile(path, HEADER)
+    assert [key_of(entry) for block in BLOCKS for entry in block] == list(file.rows)
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+
+
+def test_wherever_a_write_was_cut_short_only_whole_blocks_are_left(path):
+    data = path.read_bytes()
+    ends = [len(b"\n".join(data.split(b"\n")[:count])) + 1 for count in (1, 4, 7)]  # the header's, each block's
+    for cut in range(len(data) + 1):
+        path.write_bytes(data[:cut])
+        file = RowFile(path, HEADER)
+        whole = max([end for end in ends if end <= cut], default=ends[0])
+        assert path.read_bytes() == data[:whole]
+        assert len(file.rows) == {ends[0]: 0, ends[1]: 3, ends[2]: 6}[whole]
+
+
+def test_blocks_of_one_example_and_size_are_told_apart(path):
+    RowFile(path, HEADER).append([row("1", question, ratio=0.5) for question in range(3)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-30])
+    assert len(RowFile(path, HEADER).rows) == 6
+    path.write_bytes(whole)
+    assert len(RowFile(path, HEADER).rows) == 9
+
+
+def test_a_later_run_is_told_of_in_the_header(path):
+    more = {
+        "methods": ["full", "snapkv"],
+        "ratios": [0.1, 0.3],
+        "tasks": {"other": "f1"},
+        "identities": {"snapkv": "window 64"},
+        "allocation": "native+global",
+        "mapper": None,
+        "command": ["proxykv", "evaluate", "more"],
+    }
+    RowFile(path, HEADER | more)
+    found = header_of(path)
+    assert found["methods"] == ["full", "random", "proxykv", "snapkv"]
+    assert found["ratios"] == [0.3, 0.1]
+    assert found["tasks"] == {"fetch": "exact", "other": "f1"}
+    assert found["identities"] == HEADER["identities"] | {"snapkv": "window 64"}
+    assert (found["allocation"], found["mapper"]) == ("native+global", "some/mapper")
+    assert found["command"] == HEADER["command"]
+    assert [run["command"] for run in found["later"]] == [["proxykv", "evaluate", "more"]]
+    RowFile(path, HEADER | more)
+    assert len(header_of(path)["later"]) == 1
+    assert len(path.read_text().splitlines()) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target", "org/huge"),
+        ("target_weights", "1234"),
+        ("dtype", "bfloat16"),
+        ("tokens", 512),
+        ("seed", 1),
+        ("query_aware", True),
+        ("data", "a file"),
+        ("format", 2),
+    ],
+)
+def test_rows_of_something_else_are_not_mixed(path, name, value):
+    before = path.read_bytes()
+    expected = f"holds results of {name} {HEADER[name]!r}, and this run has {value!r}: give another --out"
+    with pytest.raises(InvalidInputError, match=expected):
+        RowFile(path, HEADER | {name: value})
+    assert path.read_bytes() == before
+
+
+def test_another_metric_of_a_task_is_refused(path):
+    with pytest.raises(InvalidInputError, match="scores of task fetch by exact, and this run has f1"):
+        RowFile(path, HEADER | {"tasks": {"fetch": "f1"}})
+
+
+def test_a_method_of_other_weights_is_refused_or_done_again(path):
+    file = RowFile(path, HEADER)
+    file.append([row("2", method="proxykv"), row("2", method="full", ratio=1.0)])
+    changed = HEADER | {"identities": {"random": "seed 0", "proxykv": "mapper 2"}}
+    with pytest.raises(InvalidInputError, match=r"another proxykv \(mapper 1; now mapper 2\): .* or --redo proxykv"):
+        RowFile(path, changed)
+    assert len(RowFile(path, changed, redo=["proxykv"]).rows) == 7
+    assert header_of(path)["identities"]["proxykv"] == "mapper 2"
+    RowFile(path, changed).append([row("2", method="proxykv")])
+    assert len(RowFile(path, changed).rows) == 8
+
+
+def test_a_method_that_left_no_rows_may_change(path):
+    RowFile(path, HEADER | {"identities": {"proxykv": "mapper 2"}})
+    assert header_of(path)["identities"] == {"random": "seed 0", "proxykv": "mapper 2"}
+
+
+@pytest.mark.parametrize(
+    ("number", "line", "what"),
+    [(1, b"{}", "a header"), (1, b"words", "a header"), (3, b"{", "a row"), (3, b"[]", "a row"), (3, b"{}", "a row")],
+)
+def test_what_is_no_such_file_is_refused_and_left_alone(path, number, line, what):
+    lines = path.read_bytes().split(b"\n")
+    lines[number - 1] = line
+    path.write_bytes(b"\n".join(lines))
+    before = path.read_bytes()
+    with pytest.raises(InvalidInputError, match=f"line {number}: expected {what} as `proxykv evaluate` writes it"):
+        RowFile(path, HEADER)
+    assert path.read_bytes() == before
