@@ -1,4 +1,4 @@
-"""LongBench's English data sets: prompt, longest answer and metric of each (arXiv 2308.14508, appendix B).
+"""LongBench's English data sets: prompt, longest answer and metric of each (arXiv 2308.14508).
 
 The prompts are LongBench's (github.com/THUDM/LongBench, MIT licence), for figures can only be compared where they are
 the same. What comes before and with the document is the context, the rest the question.

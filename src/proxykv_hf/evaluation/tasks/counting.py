@@ -28,7 +28,7 @@ CODED_QUESTION = (
 )
 CODED_ANSWER = "Answer: According to the coded text above, the three most frequently appeared words are:"
 #: The exponent of the zeta distribution, and its sum.
-ALPHA, ZETA = 2.0, math.pi**2 / 6
+ALPHA, ZETA = 2, math.pi**2 / 6
 LETTERS = 6
 
 
@@ -82,13 +82,13 @@ def frequent_words(tokens: int, length: Callable[[str], int], seed: int, index: 
         words = [
             word
             for rank, word in enumerate(vocabulary, 1)
-            for _ in range(int(count * rank**-ALPHA / ZETA))
+            for _ in range(int(count / (rank**ALPHA * ZETA)))
         ]  # fmt: skip
         seeded("fwe", seed, index, "order").shuffle(words)
         return CODED + " ".join(words)
 
-    # So many that the fourth of the words comes less often than the third.
-    context = build(fit("fwe", tokens, length, build, least=48))
+    # From 53 on, the third of the words comes more often than the fourth.
+    context = build(fit("fwe", tokens, length, build, least=53))
     asked = Question(CODED_QUESTION, tuple(vocabulary[1:4]), CODED_ANSWER, 32)
     return Example("fwe", f"{index:05d}", context, (asked,))
 

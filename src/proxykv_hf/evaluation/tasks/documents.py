@@ -25,33 +25,33 @@ LEAST_DOCUMENTS = 3
 SUBJECTS = {
     "{name} Canal": (
         Fact("person", "The {name} Canal was dug under the direction of {value}.",
-             "Under whose direction was the {name} Canal dug?", ""),
+             "Under whose direction was the {name} Canal dug?"),
         Fact("number", "From lock to lock it measures {value} fathoms.",
-             "How many fathoms does the {name} Canal measure?", ""),
+             "How many fathoms does the {name} Canal measure?"),
     ),
     "{name} Observatory": (
         Fact("number", "The {name} Observatory stands at a height of {value} feet.",
-             "At how many feet does the {name} Observatory stand?", ""),
+             "At how many feet does the {name} Observatory stand?"),
         Fact("person", "Its great refractor was donated by {value}.",
-             "Who donated the great refractor of the {name} Observatory?", ""),
+             "Who donated the great refractor of the {name} Observatory?"),
     ),
     "{name} Cheese": (
         Fact("person", "{name} Cheese is traced back to {value}, a dairymaid.",
-             "To whom is {name} Cheese traced back?", ""),
+             "To whom is {name} Cheese traced back?"),
         Fact("number", "Today {value} wheels of it leave the dairies in a month.",
-             "How many wheels of {name} Cheese leave the dairies in a month?", ""),
+             "How many wheels of {name} Cheese leave the dairies in a month?"),
     ),
     "{name} Lighthouse": (
         Fact("number", "The lantern room of {name} Lighthouse is reached by {value} steps.",
-             "By how many steps is the lantern room of {name} Lighthouse reached?", ""),
+             "By how many steps is the lantern room of {name} Lighthouse reached?"),
         Fact("person", "The first keeper of the light was {value}.",
-             "Who was the first keeper of {name} Lighthouse?", ""),
+             "Who was the first keeper of {name} Lighthouse?"),
     ),
     "{name} Regatta": (
         Fact("person", "The {name} Regatta was won by {value} more often than by anybody else.",
-             "Who won the {name} Regatta more often than anybody else?", ""),
+             "Who won the {name} Regatta more often than anybody else?"),
         Fact("number", "The course has a length of {value} yards.",
-             "Of how many yards is the course of the {name} Regatta?", ""),
+             "Of how many yards is the course of the {name} Regatta?"),
     ),
 }  # fmt: skip
 WHO_SAYS = (
@@ -81,7 +81,7 @@ def laid_out(
 ) -> str:
     """The context: entries (titles and what is told) as numbered documents, padded to the wanted length.
 
-    As many as fit come in, the first ones of ``entries``, which hold the answer, always.
+    As many as fit come in; the first two, which hold the answer, always do.
     """
     paddings = [Pieces(padding(task, seed, index, place)) for place in range(len(entries))]
 
@@ -116,17 +116,16 @@ def hop(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Exa
     """`Task.make` of qa_2: one document leads to another, which holds the answer."""
     rng = seeded("qa_2", seed, index, "facts")
     words = Words(rng)
-    entries, question = [], None
+    entries, asked = [], []
     for _ in range(max(LEAST_DOCUMENTS, tokens // TOKENS_PER_DOCUMENT) // 2 + 1):
         sculptor, town, architect = words.person(), words.town(), words.person()
         entries += [
             (sculptor, f"{sculptor} was a sculptor who was born in {town} and worked in sandstone."),
             (town, f"{town} is a market town. The town hall of {town} was designed by {architect}."),
         ]
-        text = f"Who designed the town hall of the town in which the sculptor {sculptor} was born?"
-        question = question or Question(QUESTION.format(question=text), (architect,), ANSWER, 16)
-    assert question is not None
-    return Example("qa_2", f"{index:05d}", laid_out("qa_2", tokens, length, seed, index, entries), (question,))
+        question = f"Who designed the town hall of the town in which the sculptor {sculptor} was born?"
+        asked.append(Question(QUESTION.format(question=question), (architect,), ANSWER, 16))
+    return Example("qa_2", f"{index:05d}", laid_out("qa_2", tokens, length, seed, index, entries), (asked[0],))
 
 
 TASKS = (

@@ -17,13 +17,13 @@ class Fact:
         kind: What the value is: a method of `Words`, or a number of four digits.
         sentence: Tells it; ``{name}`` is who or what, ``{value}`` the value.
         question: Asks for it.
-        answer_prefix: How the answer begins.
+        answer_prefix: How the answer begins, where the task does not say so itself.
     """
 
     kind: Literal["person", "town", "thing", "number"]
     sentence: str
     question: str
-    answer_prefix: str
+    answer_prefix: str = ""
 
     def value(self, words: Words) -> str:
         """One that ``words`` gives only once."""

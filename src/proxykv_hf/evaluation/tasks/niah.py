@@ -1,4 +1,4 @@
-"""Needles in a haystack, RULER's eight configurations (arXiv 2404.06654, section 3 and appendix B)."""
+"""Needles in a haystack, RULER's eight configurations (arXiv 2404.06654, section 3)."""
 
 from __future__ import annotations
 

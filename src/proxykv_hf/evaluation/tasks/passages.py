@@ -15,16 +15,16 @@ TOKENS_PER_PARAGRAPH = 110
 HEAD = "Here are some numbered paragraphs, each of which tells of one event among general remarks.\n\n"
 #: Events, and the abstract of a paragraph that tells of one.
 EVENTS = (
-    ("At the autumn fair in {town} somebody paid far too much for {thing}.", "An overpriced {thing} changes hands."),
-    ("The council of {town} voted to put {thing} on its coat of arms.", "A {thing} becomes a heraldic figure."),
-    ("It was in {town} that I saw {thing} fall out of a balloon.", "A {thing} drops from the sky."),
-    ("A thief in {town} left everything behind but {thing}.", "The only object stolen is a {thing}."),
-    ("The mayor of {town} was given {thing} for his jubilee.", "A dignitary is presented with a {thing}."),
-    ("For a wager the miller of {town} walked home with {thing} on his head.", "Someone balances a {thing} on a bet."),
-    ("Divers near {town} brought {thing} up from a wreck.", "A {thing} is salvaged from the sea."),
-    ("The schoolchildren of {town} buried {thing} in a time capsule.", "Pupils hide a {thing} for the future."),
-    ("A lawsuit over {thing} kept the judges of {town} busy for years.", "The ownership of a {thing} goes to court."),
-    ("In {town} there is a monument that shows {thing}.", "A {thing} is commemorated in stone."),
+    ("At the autumn fair in {town} somebody paid far too much for {a_thing}.", "An overpriced {thing} changes hands."),
+    ("The council of {town} voted to put {a_thing} on its coat of arms.", "{A_thing} becomes a heraldic figure."),
+    ("It was in {town} that I saw {a_thing} fall out of a balloon.", "{A_thing} drops from the sky."),
+    ("A thief in {town} left everything behind but {a_thing}.", "The only object stolen is {a_thing}."),
+    ("The mayor of {town} was given {a_thing} for his jubilee.", "A dignitary is presented with {a_thing}."),
+    ("For a wager the miller of {town} put {a_thing} on his head.", "Someone balances {a_thing} on a bet."),
+    ("Divers near {town} brought {a_thing} up from a wreck.", "{A_thing} is salvaged from the sea."),
+    ("The schoolchildren of {town} buried {a_thing} in a time capsule.", "Pupils hide {a_thing} for the future."),
+    ("A lawsuit over {a_thing} kept the judges of {town} busy for years.", "The ownership of {a_thing} goes to court."),
+    ("In {town} there is a monument that shows {a_thing}.", "{A_thing} is commemorated in stone."),
 )  # fmt: skip
 
 
@@ -36,10 +36,8 @@ def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Ex
     abstracts: list[str] = []
     for _ in range(max(QUESTIONS, tokens // TOKENS_PER_PARAGRAPH)):
         (event, abstract), thing = rng.choice(EVENTS), words.thing()
-        events.append(event.format(town=words.town(), thing=a(thing)))
-        abstracts.append(
-            abstract.replace("a {thing}", a(thing)).replace("A {thing}", a(thing).capitalize()).format(thing=thing)
-        )
+        events.append(event.format(town=words.town(), a_thing=a(thing)))
+        abstracts.append(abstract.format(thing=thing, a_thing=a(thing), A_thing=a(thing).capitalize()))
     essays = Pieces(sentences(seeded("passage_retrieval", seed, index, "essays")))
 
     def build(count: int, remarks: int) -> str:

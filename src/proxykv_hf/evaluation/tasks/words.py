@@ -53,8 +53,8 @@ Pebble Pendle Quern Raven Rook Rushen Saltin Sedge Shackle Silver Swallow Thorn 
 Withy Wren Yarrow
 """.split()
 TOWN_ENDS = """
-beck bourne bridge burgh bury chester combe cote croft cross dale fell field fold ford gate ham haven hithe holm hurst ley
-mere minster mouth port shaw stead stow thorpe thwaite wick worth
+beck bourne bridge burgh bury chester combe cote croft cross dale fell field fold ford gate ham haven hithe holm hurst
+ley mere minster mouth port shaw stead stow thorpe thwaite wick worth
 """.split()
 
 
