@@ -16,7 +16,7 @@ import pytest
 import torch
 from hidden_facts import hidden_facts
 
-from proxykv_hf import KVzipScorer, ProxyKVWarning, ProxyPrunedCache, RandomScorer, RetentionPolicy
+from proxykv_hf import KVzipScorer, ProxyKVWarning, ProxyPrunedCache, RandomScorer, RetentionPolicy, cli
 from proxykv_hf._compat import cache_keyword
 from proxykv_hf.pretrained import load_proxy_scorer
 
@@ -126,3 +126,23 @@ def test_the_readmes_code_runs(smollm2, tmp_path, monkeypatch, capsys):
     assert "Clara Fenwick" in printed
     assert "of their KV pairs kept" in printed
     assert (tmp_path / "lighthouse" / "cache.safetensors").is_file()
+
+
+@pytest.mark.filterwarnings("ignore::proxykv_hf.ProxyKVWarning")
+def test_a_small_evaluation(smollm2, tmp_path):
+    """Two tasks, four methods: what is kept by KVzip or by the mapper makes the answers likelier than chance does."""
+    out = tmp_path / "rows.jsonl"
+    root = Path(__file__).resolve().parents[1]
+    given = ["--target", "smollm2-135m", "--mapper", str(root / "mappers" / "smollm2"), "--out", str(out)]
+    size = ["--tasks", "niah_multikey_1", "key_value", "--tokens", "256", "--examples", "1", "--ratios", "0.3"]
+    assert cli.main(["evaluate", *given, *size, "--methods", "proxykv", "kvzip", "snapkv", "random"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()[1:]]
+    losses: dict[str, list[float]] = {}
+    for row in rows:
+        losses.setdefault(row["method"], []).append(row["nll"])
+        assert (row["bytes"] < 0.5 * row["bytes_full"]) == (row["method"] != "full")
+    assert {len(values) for values in losses.values()} == {len(losses["full"])}
+    assert len(losses["full"]) > 8
+    mean = {method: sum(values) / len(values) for method, values in losses.items()}
+    assert max(mean["proxykv"], mean["kvzip"]) < mean["random"]
+    assert mean["full"] < mean["random"]

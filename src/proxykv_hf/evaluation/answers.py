@@ -227,23 +227,22 @@ def _likelihoods(batch: _Batch, logits: Sequence[Tensor], turns: Sequence[Turn])
         turns: Likewise.
     """
     found: list[list[Tensor]] = []
-    shared = []
-    for turn, row in zip(turns, logits, strict=True):
+    shared: list[int] = []
+    for turn, drafted in zip(turns, logits, strict=True):
         same = 0
-        while same < min(len(turn.reference), len(row) - 1) and turn.reference[same] == turn.draft[same]:
+        while same < min(len(turn.reference), len(drafted) - 1) and turn.reference[same] == turn.draft[same]:
             same += 1
         shared.append(same)
-        found.append([_log_likelihoods(row, turn.reference[: same + 1])])
-    rows = [place for place, turn in enumerate(turns) if len(turn.reference) > shared[place] + 1]
+        found.append([_log_likelihoods(drafted, turn.reference[: same + 1])])
+    rows = [row for row, turn in enumerate(turns) if len(turn.reference) > shared[row] + 1]
     if rows:
         rest = [turns[row].reference[shared[row] :] for row in rows]
         fork = batch.fork(rows)
         with fork.cache:
             fork.forget([len(logits[row]) - 1 - shared[row] for row in rows])
-            for row, tokens, after in zip(
-                rows, rest, fork.feed([tokens[:-1] for tokens in rest], [tokens[1:] for tokens in rest]), strict=True
-            ):
-                found[row].append(_log_likelihoods(after, tokens[1:]))
+            after = fork.feed([tokens[:-1] for tokens in rest], [tokens[1:] for tokens in rest])
+        for row, tokens, following in zip(rows, rest, after, strict=True):
+            found[row].append(_log_likelihoods(following, tokens[1:]))
     return [
         -float(torch.cat(parts).mean()) if turn.reference else None for turn, parts in zip(turns, found, strict=True)
     ]

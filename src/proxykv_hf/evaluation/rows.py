@@ -82,15 +82,15 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
     for number, line in enumerate(lines, 1):
         try:
             found = json.loads(line)
-            row = found["header"] if number == 1 else [found[name] for name in (*KEY, "block")] and found
+            _ = found["header"]["format"] if number == 1 else [found[name] for name in (*KEY, "block")]
         except (ValueError, KeyError, TypeError) as error:
             what = "a header" if number == 1 else "a row"
             raise InvalidInputError(
                 f"{path}, line {number}: expected {what} as `proxykv evaluate` writes it, got {type(error).__name__}: "
                 f"{error}: give another --out, or delete the line"
             ) from error
-        objects.append(row)
-    return objects[0], objects[1:]
+        objects.append(found)
+    return objects[0]["header"], objects[1:]
 
 
 def _without_torn_block(rows: list[Row]) -> list[Row]:

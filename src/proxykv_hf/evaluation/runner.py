@@ -140,7 +140,7 @@ class Runner:
                     )
                 ids = torch.tensor([sitting.ids])
                 prompt, _ = read_prompt(ids, None, None, sitting.context, (1, len(sitting.ids)))
-                request = ScoringRequest(prompt, geometry, self.tokenizer, limit, at_once=False)
+                request = ScoringRequest(prompt, self.target, geometry, self.tokenizer, limit, at_once=False)
                 for method in self.methods.values():
                     method.scorer.begin(request).cancel()
         except InvalidInputError as error:
