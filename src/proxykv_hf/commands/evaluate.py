@@ -22,7 +22,7 @@ from ..evaluation.methods import FULL, METHODS, Method, Sources, check_methods, 
 from ..evaluation.metrics import METRICS, check_metric
 from ..evaluation.readers import FORMATS, read
 from ..evaluation.rows import FORMAT, RowFile
-from ..evaluation.runner import ALLOCATIONS, Case, Runner, make_cells
+from ..evaluation.runner import ALLOCATIONS, WHOLE, Case, Runner, make_cells
 from ..evaluation.task import Example
 from ..evaluation.tasks import TASKS
 from ..geometry import weights_fingerprint
@@ -50,7 +50,8 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         default=["kvzip", "snapkv", "random"],
         metavar="METHOD",
-        help=f"some of {', '.join(METHODS)}; the full cache is run in any case (default: kvzip snapkv random)",
+        help=f"some of {', '.join(METHODS)}, one with ratios of its own as in snapkv=0.1,0.2; the full cache is run in "
+        "any case (default: kvzip snapkv random)",
     )
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[0.1, 0.2, 0.3], metavar="RATIO", help="shares of KV pairs kept"
@@ -76,7 +77,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    names = _checked(arguments)
+    own_ratios = _checked(arguments)
     tqdm = optional("tqdm", "models").tqdm
     device, dtype = device_and_dtype(arguments.device, arguments.dtype)
     target, tokenizer = load(arguments.target, device, dtype)
@@ -90,12 +91,17 @@ def run(arguments: argparse.Namespace) -> None:
         hidden_state=arguments.hidden_state,
         seed=arguments.seed,
     )
-    methods = make_methods(names, sources)
-    cells = make_cells(methods, arguments.ratios, arguments.allocation)
+    methods = make_methods(list(own_ratios), sources)
+    cells = make_cells(
+        methods,
+        arguments.ratios,
+        arguments.allocation,
+        {name: own for name, own in own_ratios.items() if own is not None},
+    )
     runner = Runner(target, tokenizer, methods, cells, METRICS, arguments.batch_tokens)
     for case in cases:
         runner.check(case)
-    header = _header(arguments, target, metrics, methods)
+    header = _header(arguments, target, metrics, methods, sorted({cell.ratio for cell in cells if cell != WHOLE}))
     file = RowFile(arguments.out, header, arguments.redo)
     keys = [key for case in cases for key in runner.keys(case)]
     with tqdm(total=len(keys), initial=sum(key in file.rows for key in keys), desc="answers") as bar:
@@ -107,9 +113,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise InvalidInputError("\n".join([f"{len(errors)} lines of {arguments.data} were left out:", *errors]))
 
 
-def _checked(arguments: argparse.Namespace) -> list[str]:
-    """The methods' names, once all is checked that needs no model."""
-    names = check_methods(arguments.methods)
+def _checked(arguments: argparse.Namespace) -> dict[str, tuple[float, ...] | None]:
+    """The methods' names and their own ratios, None where they have none, once all is checked that needs no model."""
+    asked = [_method(text) for text in arguments.methods]
+    names = check_methods([name for name, _ in asked])
+    own_ratios = {name: own for name, own in asked if name in names}
     for ratio in arguments.ratios:
         RetentionPolicy(ratio)
     for option in ("tokens", "examples", "questions", "batch_tokens"):
@@ -122,7 +130,18 @@ def _checked(arguments: argparse.Namespace) -> list[str]:
             raise InvalidInputError(f"--tasks: expected all, or some of {', '.join(TASKS)}, got {', '.join(unknown)}")
     check_methods([*arguments.redo])
     check_writable(arguments.out)
-    return names
+    return own_ratios
+
+
+def _method(text: str) -> tuple[str, tuple[float, ...] | None]:
+    """``snapkv`` or ``snapkv=0.1,0.2``."""
+    name, given, ratios = text.partition("=")
+    if not given:
+        return name, None
+    try:
+        return name, tuple(map(float, ratios.split(",")))
+    except ValueError as error:
+        raise InvalidInputError(f"--methods: expected ratios as in {name}=0.1,0.2, got {text!r}") from error
 
 
 def _examples(
@@ -138,8 +157,8 @@ def _examples(
         metrics, errors = {task.name: task.metric for task in tasks}, list[str]()
         examples = [
             task.make(arguments.tokens, lambda text: len(encode(tokenizer, text)), arguments.seed, index)
+            for index in range(arguments.examples or 10)  # a run that is cut short has as many of every task
             for task in tasks
-            for index in range(arguments.examples or 10)
         ]
     for metric in metrics.values():
         check_metric(metric)
@@ -148,7 +167,11 @@ def _examples(
 
 
 def _header(
-    arguments: argparse.Namespace, target: Any, metrics: dict[str, str], methods: dict[str, Method]
+    arguments: argparse.Namespace,
+    target: Any,
+    metrics: dict[str, str],
+    methods: dict[str, Method],
+    ratios: list[float],
 ) -> dict[str, Any]:
     """What the file says of this run."""
     facts = environment(target.device)
@@ -166,7 +189,7 @@ def _header(
         "data": None if data is None else hashlib.sha256(data.read_bytes()).hexdigest(),
         "tasks": metrics,
         "methods": [FULL, *methods],
-        "ratios": arguments.ratios,
+        "ratios": ratios,
         "identities": {name: method.identity for name, method in methods.items()},
         "versions": facts["versions"],
         "hardware": f"{facts['device']}, {torch.get_num_threads()} CPU threads",

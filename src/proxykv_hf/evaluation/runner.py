@@ -52,8 +52,19 @@ class Cell:
 WHOLE = Cell(FULL, None, 1.0)
 
 
-def make_cells(methods: Mapping[str, Method], ratios: Sequence[float], allocation: str) -> list[Cell]:
+def make_cells(
+    methods: Mapping[str, Method],
+    ratios: Sequence[float],
+    allocation: str,
+    own_ratios: Mapping[str, Sequence[float]] | None = None,
+) -> list[Cell]:
     """The full cache, and every method at its allocations and every ratio.
+
+    Args:
+        methods: By name.
+        ratios: Of every method that has none of its own.
+        allocation: One of ``ALLOCATIONS``.
+        own_ratios: Those of single methods.
 
     Raises:
         InvalidInputError: An unknown allocation, no ratio, or one twice.
@@ -61,17 +72,19 @@ def make_cells(methods: Mapping[str, Method], ratios: Sequence[float], allocatio
     """
     if allocation not in ALLOCATIONS:
         raise InvalidInputError(f"allocation: expected one of {', '.join(ALLOCATIONS)}, got {allocation!r}")
-    if not ratios or len(set(ratios)) < len(ratios):
-        raise InvalidInputError(
-            f"ratios: expected at least one, each once, got {', '.join(map(str, ratios)) or 'none'}"
-        )
-    for ratio in ratios:
-        RetentionPolicy(ratio)
+    by_method = {name: (own_ratios or {}).get(name, ratios) for name in methods}
+    for asked in [ratios, *by_method.values()]:
+        if not asked or len(set(asked)) < len(asked):
+            raise InvalidInputError(
+                f"ratios: expected at least one, each once, got {', '.join(map(str, asked)) or 'none'}"
+            )
+        for ratio in asked:
+            RetentionPolicy(ratio)
     cells = [WHOLE]
     for name, method in methods.items():
-        asked = [method.allocation if part == "native" else part for part in allocation.split("+")]
+        allocations = [method.allocation if part == "native" else part for part in allocation.split("+")]
         for one in get_args(Allocation):
-            cells += [Cell(name, one, ratio) for ratio in ratios if one in asked]
+            cells += [Cell(name, one, ratio) for ratio in by_method[name] if one in allocations]
     return cells
 
 
