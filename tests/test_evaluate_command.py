@@ -190,6 +190,8 @@ def test_a_retrained_mapper_is_another_method(home, tmp_path, capsys):
         (["--tasks", "riddles"], "--tasks: expected all, or some of letters, got riddles"),
         (["--methods", "guess"], "methods: expected some of full, proxykv, kvzip, "),
         (["--ratios", "0.3", "1.5"], "retention_ratio: expected a number in (0, 1], got 1.5"),
+        (["--methods", "snapkv=0.1,"], "--methods: expected ratios as in snapkv=0.1,0.2, got 'snapkv=0.1,'"),
+        (["--methods", "snapkv=0.1,2"], "retention_ratio: expected a number in (0, 1], got 2.0"),
         (["--ratios", "0.3", "0.3"], "ratios: expected at least one, each once, got 0.3, 0.3"),
         (["--tokens", "0"], "--tokens: expected at least 1, got 0"),
         (["--examples", "0"], "--examples: expected at least 1, got 0"),

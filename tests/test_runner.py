@@ -177,6 +177,8 @@ def test_cells_of_an_allocation(methods):
     assert of("native") == [full, ("kvzip", "global", 0.5), ("snapkv", "uniform", 0.5), ("random", "uniform", 0.5)]
     assert of("uniform") == [full, *[(name, "uniform", 0.5) for name in methods]]
     assert of("global") == [full, *[(name, "global", 0.5) for name in methods]]
+    own = [(c.method, c.ratio) for c in make_cells(methods, [0.5], "native", {"snapkv": (0.1, 0.3)})]
+    assert own == [(FULL, 1.0), ("kvzip", 0.5), ("snapkv", 0.1), ("snapkv", 0.3), ("random", 0.5)]
     both = [(name, way, 0.5) for name in ("snapkv", "random") for way in ("global", "uniform")]
     assert of("native+global") == [full, ("kvzip", "global", 0.5), *both]
     with pytest.raises(InvalidInputError, match=r"expected one of native, global, uniform, native\+global, got 'mine'"):
@@ -186,6 +188,8 @@ def test_cells_of_an_allocation(methods):
     for ratios in ([], [0.1, 0.1]):
         with pytest.raises(InvalidInputError, match="ratios: expected at least one, each once"):
             make_cells(methods, ratios, "native")
+        with pytest.raises(InvalidInputError, match="ratios: expected at least one, each once"):
+            make_cells(methods, [0.5], "native", {"snapkv": ratios})
 
 
 def test_a_case_without_positions_is_refused_by_name_before_any_work(model, methods):
