@@ -134,6 +134,22 @@ def test_a_draft_that_is_right_costs_one_forward(model):
     assert lengths == expected
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+def test_sliding_windows_see_what_they_would_alone(kind):
+    """Without padding or a draft, which count in the window."""
+    model = tiny_model(kind)
+    turns = [Turn(ids_of(6, seed=place), ids_of(4, seed=9), 8) for place in range(2)]
+    with prefilled(model) as whole:
+        scores = random_scores(model, len(POLICIES), TOKENS, seed=1)
+        with whole.compress(scores, POLICIES) as pruned:
+            found = ask(model, pruned, turns)
+        for way, policy in enumerate(POLICIES):
+            with whole.compress(scores[way, None], policy) as alone:
+                for turn, answer in zip(turns, found[way], strict=True):
+                    assert answer.tokens == answer_alone(model, alone, turn)
+                    assert answer.nll == pytest.approx(nll_alone(model, alone, turn), abs=1e-4)
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 20, 64, 10_000])
 def test_batches_ask_everything_once_within_the_budget(batch_tokens):
     turns = turns_with([(), (1, 2, 3), (), (1,), ()])

@@ -10,7 +10,7 @@ from tiny import tiny_tokenizer
 from proxykv_hf import InvalidInputError, InvalidPolicyError, KVzipScorer, ProxyPrunedCache, RandomScorer, SnapKVScorer
 from proxykv_hf._compat import cache_keyword, call_forward
 from proxykv_hf.chat import chat_affixes, encode
-from proxykv_hf.evaluation.methods import FULL, Method, Sources, check_methods, make_methods
+from proxykv_hf.evaluation.methods import FULL, METHODS, Method, Sources, check_methods, make_methods
 from proxykv_hf.evaluation.rows import key_of
 from proxykv_hf.evaluation.runner import Case, Cell, Runner, make_cells
 
@@ -202,6 +202,10 @@ def test_a_case_without_positions_is_refused_by_name_before_any_work(model, meth
 
 
 def test_methods_are_known_by_name(model):
+    native = {name: allocation for name, (allocation, _) in METHODS.items()}
+    everywhere = {"proxykv", "kvzip", "head_prior", "static_alignment", "hidden_state"}
+    each_head = {"snapkv", "h2o", "expected_attention", "streaming_llm", "random"}
+    assert native == dict.fromkeys(everywhere, "global") | dict.fromkeys(each_head, "uniform")
     with pytest.raises(InvalidInputError, match=r"expected some of full, proxykv, kvzip, .*, each once, got guess"):
         check_methods(["guess"])
     with pytest.raises(InvalidInputError, match="each once"):

@@ -1,6 +1,7 @@
 """Classes learned from examples, after LongBench's trec (arXiv 2308.14508, section 3).
 
-TREC's classes say what they mean; these bear names that only the examples explain, so that the answer needs them.
+TREC's classes say what they mean; these bear names that only the examples explain, so that the answer needs them. The
+question is, as there, one more example without its class.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ winter jacket, water bottle, tennis racket, wall clock, soup bowl, leather belt,
 )
 #: Messages of each class; ``{article}`` is what they are about.
 MESSAGES = {
-    "broken on arrival": (
-        "The {article} arrived with a crack down the middle.",
-        "I unpacked my {article} and it was in pieces.",
-        "One corner of the {article} is dented, and so is the box.",
-        "Your {article} came out of the parcel scratched all over.",
-        "The courier must have dropped my {article}, it is smashed.",
-        "There is a hole in the {article} that came today.",
+    "instructions": (
+        "How do I clean my {article}?",
+        "What does the manual say about storing a {article}?",
+        "The instructions for my {article} make no sense to me.",
+        "Is there a video that shows how to assemble the {article}?",
+        "I cannot work out how to use the {article}, can you explain?",
+        "Which settings does the manual recommend for the {article}?",
     ),
     "opening hours": (
         "Is the shop open on Sundays? I want to look at a {article}.",
@@ -104,7 +105,7 @@ def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Ex
     count = fit("few_shot", tokens, length, build, least=CLASSES)
     questions = tuple(
         Question(
-            f"\n\nTo which desk does this message go?\n\nMessage: {message}",
+            f"\n\nMessage: {message}",
             (desk_of[name],),
             "Desk:",
             8,
