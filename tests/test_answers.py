@@ -137,7 +137,7 @@ def test_a_draft_that_is_right_costs_one_forward(model):
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
 def test_sliding_windows_see_what_they_would_alone(kind):
     """Without padding or a draft, which count in the window."""
-    model = tiny_model(kind)
+    model = tiny_model(kind, attention="eager" if kind == "gemma2" else None)  # sdpa has no softcap on every version
     turns = [Turn(ids_of(6, seed=place), ids_of(4, seed=9), 8) for place in range(2)]
     with prefilled(model) as whole:
         scores = random_scores(model, len(POLICIES), TOKENS, seed=1)

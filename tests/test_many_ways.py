@@ -30,7 +30,7 @@ def prefilled(model, rows=1, context=(4, TOKENS)):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ways", [WAYS, WAYS[1:2], WAYS[3:4], [WAYS[1]] * 2])
 def test_each_row_equals_one_at_a_time(kind, ways):
-    model = tiny_model(kind)
+    model = tiny_model(kind, attention="eager" if kind == "gemma2" else None)  # sdpa has no softcap on every version
     scores, next_ids = random_scores(model, len(ways), TOKENS, seed=1), random_ids(1, 5, seed=2)
     with prefilled(model) as whole, whole.compress(scores, ways) as together:
         held = whole.report()
