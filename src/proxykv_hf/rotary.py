@@ -115,7 +115,8 @@ class Rotary:
         geometry = ModelGeometry.from_config(model.config)
         layers = [_QueryLayer(window is not None) for window in geometry.sliding_windows]
         size = model.config.get_text_config(decoder=True).hidden_size
-        token = torch.arange(size, device=model.device).cos().to(model.dtype)  # none of the vocabulary's may be zero
+        # Made up, since one of the vocabulary's may be all zeros.
+        token = torch.arange(size, device=model.device).cos().to(model.dtype)
         positions = torch.tensor([[0], [TRIED_POSITION]], device=model.device)
         with attention.Lease(model):
             call_forward(
