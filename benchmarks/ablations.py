@@ -6,8 +6,8 @@
 
 Every row of a file has the same documents, epochs and settings but for what its name says, and is measured after
 its last epoch, with the running mean of its weights: the held-out documents choose nothing. A row is appended as
-soon as it is done, and not run again. Rows on other features than the run's own read channels of one pass of the
-whole proxy, which is made when first needed: it takes two and a half times the layers, and as much again to repeat.
+soon as it is done, and not run again. Rows on features that the run's own do not hold read channels of one pass of
+the whole proxy, its own repeating included, which is made when first needed and takes its time.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ def table_of_rows(base: TrainingConfig, depth: int) -> list[Row]:
     own = base.features.proxy_layers
 
     def reads(layers: int, *sources: str) -> dict[str, Any]:
-        hidden = spread(layers) if "hidden" in sources else ()
-        return {"features": {"sources": sources, "proxy_layers": layers, "hidden_layers": hidden}}
+        hidden = (layers == own and base.features.hidden_layers) or spread(layers)
+        chosen = hidden if "hidden" in sources else ()
+        return {"features": {"sources": sources, "proxy_layers": layers, "hidden_layers": chosen}}
 
     sizes = {
         "bottleneck": (96, 384), "head_tokens": (4, 16), "width": (32, 128), "encoder_layers": (1, 4), "window": (128,)
@@ -91,7 +92,7 @@ def table_of_rows(base: TrainingConfig, depth: int) -> list[Row]:
     return [
         Row("base", "base"),
         *(Row("loss terms", f"no {term}", {"loss": {"weights": {term: 0.0}}}) for term in WEIGHTS),
-        Row("stages", "no stem (1 position, not 5)", {"mapper": {"kernel_size": 1}}),
+        Row("stages", "no stem", {"mapper": {"kernel_size": 1}}),
         Row("stages", "no time encoder", kind=NoEncoder),
         Row("stages", "static head map for cross-attention", kind=StaticHeadMap),
         Row("stages", "no linear path", kind=NoLinearPath),
@@ -100,10 +101,10 @@ def table_of_rows(base: TrainingConfig, depth: int) -> list[Row]:
         Row("instead of the mapper", "linear path alone, hybrid loss", kind=LinearPathAlone),
         Row("instead of the mapper", "MLP over 3 positions", {"mapper": {"bottleneck": 128}}, NeighbourMLP),
         Row("features", f"attention, {own} layers", reads(own, "attention")),
-        Row("features", f"hidden, {own} layers", _only_hidden(base.features)),
+        Row("features", f"hidden, {own} layers", reads(own, "hidden")),
         Row("features", f"reconstruction, {own} layers", reads(own, "reconstruction")),
         Row("features", f"reconstruction, {depth} layers", reads(depth, "reconstruction")),
-        Row("features", f"all three, {own} layers", _all_three(base.features)),
+        Row("features", f"all three, {own} layers", reads(own, *SOURCES)),
         Row("features", f"all three, {depth} layers", reads(depth, *SOURCES)),
         *(
             Row("proxy layers, ridge", f"{layers} layers", reads(layers, "attention", "hidden"), RIDGE)
@@ -117,14 +118,6 @@ def table_of_rows(base: TrainingConfig, depth: int) -> list[Row]:
         Row("amount of data", "a half of the documents, as many steps", every=2),
         Row("amount of data", "a quarter of the documents, as many steps", every=4),
     ]
-
-
-def _only_hidden(recipe: FeatureRecipe) -> dict[str, Any]:
-    return {"features": recipe.to_dict() | {"sources": ("hidden",)}}
-
-
-def _all_three(recipe: FeatureRecipe) -> dict[str, Any]:
-    return {"features": recipe.to_dict() | {"sources": SOURCES}}
 
 
 def curve(depth: int) -> list[int]:
@@ -149,7 +142,6 @@ def merged(data: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def channels_of(recipe: FeatureRecipe, whole: FeatureRecipe, proxy: PreTrainedConfig) -> Tensor | None:
     """Where the channels of a recipe are among those of another, `[C]`; None if they are not all there."""
-    fewer = {"attention": recipe.proxy_layers, "reconstruction": recipe.proxy_layers}
     found, start = [], 0
     for source, size in whole.sizes(proxy).items():
         places = torch.arange(start, start + size)
@@ -162,7 +154,7 @@ def channels_of(recipe: FeatureRecipe, whole: FeatureRecipe, proxy: PreTrainedCo
             ]
             found.append(places.view(len(whole.hidden_layers), -1)[wanted].flatten())
         else:  # layer by layer, and no layer depends on a later one
-            found.append(places.view(whole.proxy_layers, -1)[: fewer[source]].flatten())
+            found.append(places.view(whole.proxy_layers, -1)[: recipe.proxy_layers].flatten())
     channels = torch.cat(found) if found else torch.empty(0, dtype=torch.long)
     return channels if len(channels) == recipe.channels(proxy) else None
 
@@ -227,15 +219,16 @@ class Teacher:
 
     def _make(self, recipe: FeatureRecipe) -> tuple[FeatureDataset, FeatureDataset]:
         """All documents with the features of a recipe; those that are missing are made."""
-        proxy = load_first_layers(
-            self.proxy_folder, recipe.proxy_layers, revision=None, dtype=self.dtype, device=torch.device("cpu")
-        )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        layers = recipe.proxy_layers
+        proxy = load_first_layers(self.proxy_folder, layers, revision=None, dtype=self.dtype, device=device)
         maker = FeatureMaker(proxy, recipe, AutoTokenizer.from_pretrained(self.proxy_folder))
         identity = maker.identity()
         training, held_out = split(places_of(self.shards, identity))
         training = training[: self.limit]
         wanted = {place.shard for place in training + held_out}
-        make_features(missing_features([shard for shard in self.shards if shard.path in wanted], identity), maker)
+        if missing := missing_features([shard for shard in self.shards if shard.path in wanted], identity):
+            make_features(missing, maker)
         return FeatureDataset(training, self.geometry), FeatureDataset(held_out, self.geometry)
 
     def identity(self) -> str:

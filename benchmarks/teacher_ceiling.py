@@ -4,11 +4,11 @@
         --out ceiling.jsonl
 
 KVzip's scores come of the target repeating its context on request. Each document of a folder of shards is prefilled
-once and scored twice, by the recipe and by the same with the request in other words (``OTHER_PROMPTS``), and both are
-compared as a mapper's scores are with the teacher's: the share of the Top-K that they have in common, within heads
-and over all heads. ``dtype`` compares the first of them with the scores in the shards: the same recipe, in the dtype
-in which the teacher was run. A document is a line of ``--out`` as soon as it is done; a run that is started again
-goes on after them. Then the means over documents, as JSON.
+once and scored twice, by the recipe and by the same with the request in other words (``OTHER_PROMPTS``). Scores are
+compared as a mapper's are with the teacher's, by the share of the Top-K that they have in common, within heads and
+over all heads: ``wording`` compares the two; ``stored`` the first with the scores in the shards, which are the same
+but for the dtype in which the teacher was run. A document is a line of ``--out`` as soon as it is done; a run that is
+started again goes on after them. Then the means over documents, as JSON.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ OTHER_PROMPTS = (
     "\n\nWrite out the text above once more, word for word.",
     "\n\nWrite out this section of the text above once more, word for word, beginning with",
 )
-#: Comparisons: another wording, the same otherwise; and the shards' scores, the same but for the dtype.
-WORDING, DTYPE = "wording", "dtype"
+#: Comparisons: two wordings, the same otherwise; and with the shards' scores, the same but for the dtype.
+WORDING, STORED = "wording", "stored"
 
 
 def log_scores(scores: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ def compare(
     full = list(ModelGeometry.from_config(model.config).full_layers)
     recipe, otherwise = (log_scores(found[name][0, full, :, start:].cpu()) for name in scorers)
     stored = log_scores(document.scores[full])
-    return {WORDING: measure(otherwise, recipe), DTYPE: measure(recipe, stored)}
+    return {WORDING: measure(otherwise, recipe), STORED: measure(recipe, stored)}
 
 
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Over documents, each counting the same."""
-    found = {name: mean_metrics([row[name] for row in rows]) for name in (WORDING, DTYPE)}
+    found = {name: mean_metrics([row[name] for row in rows]) for name in (WORDING, STORED)}
     rounded = {name: {key: round(value, 4) for key, value in metrics.items()} for name, metrics in found.items()}
     return {"documents": len(rows), "tokens": sum(row["tokens"] for row in rows)} | rounded
 

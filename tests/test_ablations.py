@@ -202,9 +202,9 @@ def test_the_ceiling_compares_wordings_and_dtypes(monkeypatch):
     document = scored_document(model)
     found = teacher_ceiling.compare(model, TOKENIZER, document)
     assert 0.3 < found["wording"]["head@0.3"] < 1
-    assert all(value == pytest.approx(1.0) for key, value in found["dtype"].items() if not key.startswith("mass"))
+    assert all(value == pytest.approx(1.0) for key, value in found["stored"].items() if not key.startswith("mass"))
     half = teacher_ceiling.compare(tiny_model("gemma3").bfloat16(), TOKENIZER, document)
-    assert 0.5 < half["dtype"]["head@0.3"] < 1
+    assert 0.5 < half["stored"]["head@0.3"] < 1
     monkeypatch.setattr(teacher_ceiling, "OTHER_PROMPTS", PROMPTS)
     assert teacher_ceiling.compare(model, TOKENIZER, document)["wording"]["head@0.3"] == 1
 
@@ -212,12 +212,12 @@ def test_the_ceiling_compares_wordings_and_dtypes(monkeypatch):
 def test_ceilings_are_means_over_documents():
     def row(value):
         metrics = {"head@0.1": value, "global@0.1": value / 2}
-        return {"tokens": 10, "wording": metrics, "dtype": metrics}
+        return {"tokens": 10, "wording": metrics, "stored": metrics}
 
     found = teacher_ceiling.means([row(0.5), row(0.7)])
     assert json.loads(json.dumps(found)) == {
         "documents": 2,
         "tokens": 20,
         "wording": {"head@0.1": 0.6, "global@0.1": 0.3},
-        "dtype": {"head@0.1": 0.6, "global@0.1": 0.3},
+        "stored": {"head@0.1": 0.6, "global@0.1": 0.3},
     }
