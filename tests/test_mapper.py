@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from pathlib import Path
 
+import mapper_scaling
 import pytest
 import torch
 from torch.nn import functional
@@ -14,6 +16,7 @@ from proxykv_hf import GeometryError, InvalidInputError, ModelGeometry, ProxyKVW
 from proxykv_hf.features import FeatureRecipe
 from proxykv_hf.mapper import HybridAxialMapper, HybridAxialMapperConfig
 
+SHIPPED = Path(__file__).resolve().parents[1] / "mappers" / "qwen2.5-coder"
 FULL = ModelGeometry(3, 2, 4, 16, (None, None, None))
 MIXED = ModelGeometry(4, 3, 6, 16, (None, 32, None, 32))
 TINY = {"bottleneck": 12, "head_tokens": 3, "width": 16, "encoder_heads": 2, "window": 32, "overlap": 8}
@@ -130,6 +133,19 @@ def test_windows_equal_one_window_away_from_seams():
     whole = model(short) if model.config.window == 512 else _at_wavelengths(model, short, 512)
     model.config.window = 512
     torch.testing.assert_close(model(short), whole, atol=0, rtol=0)
+
+
+def test_a_shipped_mappers_seams_do_not_show():
+    """Against the same weights in one window: no further apart near a seam than elsewhere, and little anywhere."""
+    model = HybridAxialMapper.from_pretrained(SHIPPED).eval()
+    noise = torch.randn(model.config.channels, 1300, generator=torch.Generator().manual_seed(0))
+    features = model.channel_mean[:, None] + model.channel_std[:, None] * noise
+    for rows in mapper_scaling.compare_windows(model, features[None]).values():
+        at_seam, *elsewhere = rows.pop("difference")
+        assert 0 < at_seam <= 1.25 * max(elsewhere)
+        assert max(at_seam, *elsewhere) < 1e-2
+        for both_keep in rows.values():
+            assert min(both_keep) > 0.95
 
 
 def _at_wavelengths(model, features, window):

@@ -41,7 +41,13 @@ def attentions(model, ids, past=None):
     return [weights[0] for weights in out.attentions]
 
 
-def kvzip_twin(model, prompt, context, chunk_tokens, sinks=4):
+WORDS = (
+    "\n\nRepeat the previous context exactly.",
+    "\n\nRepeat the part of the previous context exactly, starting with",
+)
+
+
+def kvzip_twin(model, prompt, context, chunk_tokens, sinks=4, words=WORDS):
     """The paper's recipe, chunk by chunk, by renormalising whole attention matrices."""
     start, stop = context
     suffix = encode(TOKENIZER, chat_affixes(TOKENIZER)[1])
@@ -50,9 +56,9 @@ def kvzip_twin(model, prompt, context, chunk_tokens, sinks=4):
     for first in range(start, stop, chunk_tokens):
         last = min(first + chunk_tokens, stop)
         if first == start:
-            ask = encode(TOKENIZER, "\n\nRepeat the previous context exactly.")
+            ask = encode(TOKENIZER, words[0])
         else:
-            ask = encode(TOKENIZER, "\n\nRepeat the part of the previous context exactly, starting with")
+            ask = encode(TOKENIZER, words[1])
             ask += prompt[max(start, first - 8) : first]
         repeat = ask + suffix + prompt[first:last]
         matrices = attentions(model, torch.tensor([prompt + repeat]))
@@ -76,6 +82,15 @@ def test_kvzip_equals_whole_attention_matrices(kind, group, chunk_tokens, contex
         if kind_of_layer == "full_attention":
             torch.testing.assert_close(ours[0, layer], twin[layer], atol=1e-4, rtol=1e-4)
             assert twin[layer].amax() > 0.05
+
+
+def test_kvzip_can_ask_in_other_words():
+    model, ids, words = tiny_model(), random_ids(1, 60), ("\n\nAgain:", "\n\nAgain, from")
+    ours = scores_of(model, KVzipScorer(chunk_tokens=40, prompts=words), ids)
+    torch.testing.assert_close(
+        ours[0], kvzip_twin(model, ids[0].tolist(), (0, 60), 40, words=words), atol=1e-4, rtol=1e-4
+    )
+    assert not torch.allclose(ours, scores_of(model, KVzipScorer(chunk_tokens=40), ids), atol=1e-3)
 
 
 def test_kvzip_blocks_of_queries_change_nothing(monkeypatch):

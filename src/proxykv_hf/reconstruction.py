@@ -32,23 +32,30 @@ QUOTED_TOKENS = 8
 #: Queries scored at once: bounds the attention weights held to block x (chunk + repeat).
 QUERY_BLOCK = 256
 
-FIRST_PROMPT = "\n\nRepeat the previous context exactly."
-LATER_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"
+#: What asks for the first chunk, and for a later one whose quoted start follows. Another wording is another recipe.
+PROMPTS = (
+    "\n\nRepeat the previous context exactly.",
+    "\n\nRepeat the part of the previous context exactly, starting with",
+)
 
 
 def repeat_inputs(
-    tokenizer: PreTrainedTokenizerBase, context_ids: Tensor, chunk_tokens: int = CHUNK_TOKENS
+    tokenizer: PreTrainedTokenizerBase,
+    context_ids: Tensor,
+    chunk_tokens: int = CHUNK_TOKENS,
+    prompts: tuple[str, str] = PROMPTS,
 ) -> list[tuple[int, int, Tensor]]:
     """Chunks ``(start, stop)`` of the context `[n]`, and what is fed to the model to repeat each."""
+    first, later = prompts
     suffix = encode(tokenizer, chat_affixes(tokenizer)[1])
     inputs = []
     for start in range(0, len(context_ids), chunk_tokens):
         stop = min(start + chunk_tokens, len(context_ids))
         if start == 0:
-            ask = encode(tokenizer, FIRST_PROMPT)
+            ask = encode(tokenizer, first)
         else:
             quoted = context_ids[max(0, start - QUOTED_TOKENS) : start].tolist()
-            ask = encode(tokenizer, LATER_PROMPT) + quoted
+            ask = encode(tokenizer, later) + quoted
         ids = torch.cat([torch.tensor(ask + suffix, dtype=torch.long), context_ids[start:stop].cpu()])
         inputs.append((start, stop, ids))
     return inputs
@@ -65,6 +72,7 @@ def reconstruction_scores(
     next_position: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     sink_tokens: int = SINK_TOKENS,
+    prompts: tuple[str, str] = PROMPTS,
 ) -> Tensor:
     """Score the context of one prefilled prompt.
 
@@ -89,7 +97,7 @@ def reconstruction_scores(
     )
     decoder = model.base_model  # no logits: they would be far larger than all else
     with attention.Lease(model):
-        for start, stop, ids in repeat_inputs(tokenizer, input_ids[slice(*context)], chunk_tokens):
+        for start, stop, ids in repeat_inputs(tokenizer, input_ids[slice(*context)], chunk_tokens, prompts):
             chunk = (context[0] + start, context[0] + stop)
             layers: list[Any] = [
                 _ReadOnlyLayer(keys, values, tokens)

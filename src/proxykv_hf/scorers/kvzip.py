@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InvalidInputError
-from ..reconstruction import CHUNK_TOKENS, SINK_TOKENS, reconstruction_scores, repeat_inputs
+from ..reconstruction import CHUNK_TOKENS, PROMPTS, SINK_TOKENS, reconstruction_scores, repeat_inputs
 from .base import ScorerRun, ScoringRequest, WholeCache
 
 
@@ -18,6 +18,7 @@ class KVzipScorer:
         tokenizer: The target's; by default the cache's.
         chunk_tokens: Context tokens repeated in one forward.
         sink_tokens: First tokens of the prompt that the scored attention sees besides the chunk.
+        prompts: The request to repeat, for the first chunk and for later ones, as in `reconstruction.PROMPTS`.
     """
 
     name = "kvzip"
@@ -29,6 +30,7 @@ class KVzipScorer:
         *,
         chunk_tokens: int = CHUNK_TOKENS,
         sink_tokens: int = SINK_TOKENS,
+        prompts: tuple[str, str] = PROMPTS,
     ) -> None:
         if tokenizer is not None and not callable(tokenizer):
             raise InvalidInputError(f"expected the target's tokenizer, got {tokenizer!r}: AutoTokenizer loads it")
@@ -39,6 +41,7 @@ class KVzipScorer:
         self.tokenizer = tokenizer
         self.chunk_tokens = chunk_tokens
         self.sink_tokens = sink_tokens
+        self.prompts = prompts
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
         """Nothing but checks: the work needs the whole cache.
@@ -53,7 +56,8 @@ class KVzipScorer:
         prompt = request.prompt
         for row, (start, stop) in enumerate(prompt.contexts):
             context_ids = prompt.row_ids(row)[start:stop]
-            longest = max(len(ids) for _, _, ids in repeat_inputs(tokenizer, context_ids, self.chunk_tokens))
+            repeats = repeat_inputs(tokenizer, context_ids, self.chunk_tokens, self.prompts)
+            longest = max(len(ids) for _, _, ids in repeats)
             needed = prompt.next_positions[row] + longest
             if request.max_positions is not None and needed > request.max_positions:
                 raise InvalidInputError(
@@ -83,5 +87,6 @@ class _KVzipRun(ScorerRun):
                 next_position=prompt.next_positions[row],
                 chunk_tokens=self.scorer.chunk_tokens,
                 sink_tokens=self.scorer.sink_tokens,
+                prompts=self.scorer.prompts,
             )
         return scores
