@@ -250,6 +250,21 @@ def test_heads_of_a_newer_format_warn(tmp_path):
         HiddenStateScorer.from_pretrained(tmp_path)
 
 
+def test_the_shipped_heads_are_of_the_mappers_target():
+    """And their card says what they are."""
+    folder = Path(__file__).resolve().parents[1] / "mappers" / "qwen2.5-coder-hidden_state"
+    heads = HiddenStateScorer.from_pretrained(folder).heads
+    mapper = json.loads((folder.parent / "qwen2.5-coder" / "config.json").read_text())
+    assert heads.geometry == ModelGeometry.from_dict(mapper["target_geometry"])
+    assert heads.target_id == mapper["target_id"]
+    assert heads.target_weights == mapper["target_weights"]
+    assert heads.weights.isfinite().all()
+    card = (folder / "README.md").read_text()
+    assert f"{heads.weights.numel() + heads.bias.numel():,} (" in card
+    assert f"{heads.training['documents']} documents, {heads.training['tokens']:,} tokens" in card
+    assert heads.target_weights in card
+
+
 def held_out(folder, home):
     """A copy of the shards' folder whose second shard says that it is held out."""
     from proxykv_hf.training.shards import ShardFolder, read_manifest
