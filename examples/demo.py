@@ -13,12 +13,13 @@ import sys
 
 from comparing import compare
 from hidden_facts import hidden_facts
-from pairs import PAIRS, all_scorers, load_pair
+from pairs import PAIRS, load_pair
 from tqdm import tqdm
+
+from proxykv_hf import HeadPriorScorer, KVzipScorer, RandomScorer, Scorer
 
 #: Tokens of a document that the target can still recall from its full cache, and how many facts.
 LENGTHS = {"smollm2": (500, 2), "qwen2.5-coder": (1000, 8)}
-METHODS = ("proxykv", "kvzip", "head_prior", "random")
 
 
 def main() -> None:
@@ -30,7 +31,12 @@ def main() -> None:
     arguments = parser.parse_args()
     tokens, facts = LENGTHS[arguments.pair]
     target, tokenizer, proxykv = load_pair(arguments.pair)
-    scorers = {name: s for name, s in all_scorers(arguments.pair, tokenizer, proxykv).items() if name in METHODS}
+    scorers: dict[str, Scorer] = {
+        "proxykv": proxykv,
+        "kvzip": KVzipScorer(tokenizer),
+        "head_prior": HeadPriorScorer(proxykv.mapper.head_prior()),
+        "random": RandomScorer(),
+    }
     right: dict[str, int] = {}
     sizes: dict[str, int] = {}
     phases: dict[str, float] = {}
@@ -44,10 +50,10 @@ def main() -> None:
             phases[phase] = phases.get(phase, 0.0) + value
 
     asked = arguments.documents * facts
-    spent = {"proxykv": phases["proxy"] + phases["mapper"]} | {name: phases[f"wait {name}"] for name in METHODS[1:]}
+    spent = {name: phases[f"wait {name}"] for name in scorers} | {"proxykv": phases["proxy"] + phases["mapper"]}
     print(f"\n{PAIRS[arguments.pair].target}, {arguments.documents} documents of {tokens} tokens")
     print(f"{'':12} {'answers right':>14} {'KV MB':>8} {'seconds to score':>17}")
-    for method in ("full", *METHODS):
+    for method in ("full", *scorers):
         scoring = f"{spent[method] / arguments.documents:.2f}" if method in spent else ""
         megabytes = sizes[method] / arguments.documents / 1e6
         print(f"{method:12} {f'{right[method]} of {asked}':>14} {megabytes:>8.1f} {scoring:>17}")

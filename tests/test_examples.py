@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 
 import comparing
-import demo_questions
 import hidden_facts
 import pytest
 import torch
@@ -71,25 +70,6 @@ def test_comparing_asks_every_method_at_the_same_bytes():
     assert pruned[0] == pruned[1] < 0.53 * full
     assert pruned[2] == pruned[3] < 0.23 * full
     assert {"prefill", "wait random", "wait head_prior"} <= seconds.keys()
-
-
-def test_the_table_pairs_answers_and_orders_methods():
-    rows = [
-        {
-            "outcomes": [
-                {"method": "full", "ratio": 1.0, "right": [True] * 4, "kv_bytes": 10_000_000},
-                {"method": "random", "ratio": 0.2, "right": [False] * 4, "kv_bytes": 2_000_000},
-                {"method": "proxykv", "ratio": 0.2, "right": [True, True, True, False], "kv_bytes": 2_000_000},
-            ]
-        }
-    ] * 5
-    full, ours, chance = demo_questions.table(rows).splitlines()[2:]
-    assert full == "| 1.0 | full | 20 of 20 = 1.00 | 10.0 |  |"
-    assert ours == "| 0.2 | proxykv | 15 of 20 = 0.75 | 2.0 |  |"
-    assert chance.startswith("| 0.2 | random | 0 of 20 = 0.00 | 2.0 | +75.0 (+")
-    low, high = demo_questions.interval([1.0, 0.0, 1.0, 1.0] * 25)
-    assert low < 0.75 < high
-    assert high - low < 0.2
 
 
 def test_a_card_tells_what_the_mapper_is():
