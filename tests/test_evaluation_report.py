@@ -181,8 +181,8 @@ def test_unequal_sets_are_named_and_only_shared_questions_compared(write):
     assert easy[Point(OURS, 0.2)].of_reference.value == 1.0
     assert Point(SNAP, 0.2) not in summary.overall
     text = markdown(outcomes, summary)
-    assert "- easy, 2 of 4 questions answered: kvzip (global) at 0.2" in text
-    assert "- fair, 0 of 4 questions answered: snapkv (uniform) at 0.2" in text
+    assert "- kvzip (global) at 0.2: 2 of 4 questions of easy" in text
+    assert "- snapkv (uniform) at 0.2: 0 of 4 questions of fair" in text
     assert "| snapkv | uniform |  | – |" in text
     assert "| kvzip | global | +12.5 | 6 |" in text  # and where a task tells no interval, neither does the mean
 

@@ -101,17 +101,16 @@ def _about(task: TaskSummary) -> str:
 
 def _unequal(outcomes: Outcomes, summary: Summary) -> list[str]:
     """Names every point that has not answered what others of its task have."""
-    missing: dict[tuple[str, str], list[Point]] = {}
-    for name, task in summary.tasks.items():
-        for point in (FULL, *summary.points()):
+    alike: dict[str, list[Point]] = {}
+    for point in (FULL, *summary.points()):
+        lacks = []
+        for name, task in summary.tasks.items():
             found = task.figures.get(point)
             if found is None or found.questions < task.questions:
-                answered = f"{0 if found is None else found.questions} of {task.questions}"
-                missing.setdefault((name, answered), []).append(point)
-    lines = [
-        f"- {name}, {answered} questions answered: {', '.join(map(str, points))}"
-        for (name, answered), points in missing.items()
-    ]
+                lacks.append(f"{0 if found is None else found.questions} of {task.questions} questions of {name}")
+        if lacks:
+            alike.setdefault(", ".join(lacks), []).append(point)
+    lines = [f"- {_points(points)}: {lacks}" for lacks, points in alike.items()]
     answers = [found for asked in outcomes.rows.values() for row in asked.values() for found in row.values()]
     without = sum(math.isnan(found.nll) for found in answers)
     if without:
@@ -123,6 +122,14 @@ def _unequal(outcomes: Outcomes, summary: Summary) -> list[str]:
         "nothing of a task has no mean over the tasks."
     )
     return ["## Unequal sets", text, "\n".join(lines)]
+
+
+def _points(points: Sequence[Point]) -> str:
+    """``snapkv (uniform) at 0.1, 0.2; random (uniform) at 0.1``."""
+    ratios: dict[Variant, list[str]] = {}
+    for point in points:
+        ratios.setdefault(point.variant, []).append(f"{point.ratio:g}")
+    return "; ".join(f"{variant} at {', '.join(own)}" for variant, own in ratios.items())
 
 
 def _facts(outcomes: Outcomes, summary: Summary) -> str:
