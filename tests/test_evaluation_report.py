@@ -315,6 +315,9 @@ def test_files_that_do_not_belong_together(write):
     ):
         with pytest.raises(InvalidInputError, match=message):
             read_outcomes([first, write(header(**changes), name="other.jsonl")])
+    texts = [write(header(examples={"easy 00000": name}), *rows(), name=f"{name}.jsonl") for name in ("aa", "bb")]
+    with pytest.raises(InvalidInputError, match=r"easy 00000 is 'aa' in .* and 'bb' in"):
+        read_outcomes(texts)
     mappers = [write(header(identities={"proxykv": name}), *rows(), name=f"{name}.jsonl") for name in ("one", "two")]
     with pytest.raises(InvalidInputError, match=r"proxykv is 'one' in .* and 'two' in"):
         read_outcomes(mappers)

@@ -21,6 +21,7 @@ HEADER = {
     "query_aware": False,
     "data": None,
     "tasks": {"fetch": "exact"},
+    "examples": {"fetch 0": "aa", "fetch 1": "bb"},
     "methods": ["full", "random", "proxykv"],
     "ratios": [0.3],
     "identities": {"random": "seed 0", "proxykv": "mapper 1"},
@@ -131,6 +132,13 @@ def test_rows_of_something_else_are_not_mixed(path, name, value):
 def test_another_metric_of_a_task_is_refused(path):
     with pytest.raises(InvalidInputError, match="scores of task fetch by exact, and this run has f1"):
         RowFile(path, HEADER | {"tasks": {"fetch": "f1"}})
+
+
+def test_another_text_of_an_example_is_refused(path):
+    RowFile(path, HEADER | {"examples": {"fetch 1": "bb", "fetch 2": "cc"}})
+    assert header_of(path)["examples"] == {"fetch 0": "aa", "fetch 1": "bb", "fetch 2": "cc"}
+    with pytest.raises(InvalidInputError, match="answers about another text of example fetch 2, whose task or file"):
+        RowFile(path, HEADER | {"examples": {"fetch 2": "dd"}})
 
 
 def test_a_method_of_other_weights_is_refused_or_done_again(path):

@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> None:
     device, dtype = device_and_dtype(arguments.device, arguments.dtype)
     target, tokenizer = load(arguments.target, device, dtype)
     metrics, examples, errors = _examples(arguments, tokenizer)
-    cases = [Case.of(example, metrics[example.task], tokenizer, arguments.query_aware) for example in examples]
+    asked = [dataclasses.replace(example, questions=example.questions[: arguments.questions]) for example in examples]
+    cases = [Case.of(example, metrics[example.task], tokenizer, arguments.query_aware) for example in asked]
     sources = Sources(
         target,
         tokenizer,
@@ -101,7 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
     runner = Runner(target, tokenizer, methods, cells, METRICS, arguments.batch_tokens)
     for case in cases:
         runner.check(case)
-    header = _header(arguments, target, metrics, methods, sorted({cell.ratio for cell in cells if cell != WHOLE}))
+    ratios = sorted({cell.ratio for cell in cells if cell != WHOLE})
+    header = _header(arguments, target, metrics, examples, methods, ratios)
     file = RowFile(arguments.out, header, arguments.redo)
     keys = [key for case in cases for key in runner.keys(case)]
     with tqdm(total=len(keys), initial=sum(key in file.rows for key in keys), desc="answers") as bar:
@@ -162,14 +164,14 @@ def _examples(
         ]
     for metric in metrics.values():
         check_metric(metric)
-    asked = [dataclasses.replace(example, questions=example.questions[: arguments.questions]) for example in examples]
-    return metrics, asked, errors
+    return metrics, examples, errors
 
 
 def _header(
     arguments: argparse.Namespace,
     target: Any,
     metrics: dict[str, str],
+    examples: list[Example],
     methods: dict[str, Method],
     ratios: list[float],
 ) -> dict[str, Any]:
@@ -188,6 +190,7 @@ def _header(
         "query_aware": arguments.query_aware,
         "data": None if data is None else hashlib.sha256(data.read_bytes()).hexdigest(),
         "tasks": metrics,
+        "examples": {f"{example.task} {example.name}": example.fingerprint for example in examples},
         "methods": [FULL, *methods],
         "ratios": ratios,
         "identities": {name: method.identity for name, method in methods.items()},

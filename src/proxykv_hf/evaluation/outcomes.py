@@ -176,10 +176,9 @@ def _add_header(header: Any, path: Path, outcomes: Outcomes) -> None:
 def _check_same(before: dict[str, Any], header: dict[str, Any], other: str, path: Path) -> None:
     """Refuse files of which the rows do not belong in one table."""
     pairs = {name: (before.get(name), header.get(name)) for name in _SAME}
-    shared = (
-        before.get("identities", {}).keys() & header.get("identities", {}).keys()
-    )  # of methods' weights and settings
-    pairs |= {name: (before["identities"][name], header["identities"][name]) for name in sorted(shared)}
+    for kind in ("examples", "identities"):  # of texts, and of methods' weights and settings
+        first, second = before.get(kind, {}), header.get(kind, {})
+        pairs |= {name: (first[name], second[name]) for name in sorted(first.keys() & second.keys())}
     for name, (first, second) in pairs.items():
         if first != second:
             raise InvalidInputError(

@@ -117,6 +117,12 @@ def _check(path: Path, before: Mapping[str, Any], header: Mapping[str, Any], pre
                 f"{path} holds scores of task {task} by {before['tasks'][task]}, and this run has {metric}: give "
                 "another --out"
             )
+    for example, fingerprint in header["examples"].items():
+        if before["examples"].get(example, fingerprint) != fingerprint:
+            raise InvalidInputError(
+                f"{path} holds answers about another text of example {example}, whose task or file has changed: give "
+                "another --out"
+            )
     for method in present:
         old, new = before["identities"].get(method), header["identities"].get(method)
         if new is not None and old != new:
@@ -129,7 +135,7 @@ def _check(path: Path, before: Mapping[str, Any], header: Mapping[str, Any], pre
 def _merged(before: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
     """The header of a file that this run adds to: the first run's, what there is of all, and later runs."""
     merged = dict(before)
-    for name in ("tasks", "identities"):
+    for name in ("tasks", "examples", "identities"):
         merged[name] = before[name] | header[name]
     for name in ("methods", "ratios"):
         merged[name] = list(dict.fromkeys([*before[name], *header[name]]))

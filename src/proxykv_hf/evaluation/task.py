@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,6 +42,11 @@ class Example:
     name: str
     context: str
     questions: tuple[Question, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits, others for another context or other questions."""
+        return hashlib.sha256(repr((self.context, self.questions)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
