@@ -36,7 +36,7 @@ from random_models import random_target
 from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy
 from proxykv_hf.benchmark.measure import decode, synchronize, target_threads
 from proxykv_hf.ragged import ragged_attention
-from proxykv_hf.storage import DenseStorage, RaggedBlock, RaggedStorage, storage_bytes
+from proxykv_hf.storage import DenseStorage, RaggedStorage, storage_bytes
 
 
 def head_lengths(spread: str, heads: int, longest: int) -> list[int]:
@@ -62,9 +62,8 @@ def ragged_pair(
 
     keys, values = random(1, heads, longest, head_dim), random(1, heads, longest, head_dim)
     keep = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]  # [H, N]
-    block = RaggedBlock.gather(keys, values, keep[None], [0])
-    no_tail = DenseStorage(keys[:, :, longest:], values[:, :, longest:])
-    padded, ragged = DenseStorage(keys, values), RaggedStorage(block, torch.zeros(1, dtype=torch.long), no_tail)
+    padded = DenseStorage(keys, values)
+    ragged = RaggedStorage.gather(keys, values, keep[None], torch.tensor([0]), [0])
     new = random(1, heads, queries, head_dim), random(1, heads, queries, head_dim)
     padded.append(*new)
     ragged.append(*new)

@@ -315,7 +315,7 @@ def test_what_is_kept_is_allocated_before_the_activations(target, scorer, alloca
     prune = Pruner.prune
 
     def noting(pruner, place, *args):
-        rooms.append(sorted(pruner._rooms))
+        rooms.append(sorted(pruner._reserved))
         return prune(pruner, place, *args)
 
     monkeypatch.setattr(Pruner, "prune", noting)

@@ -12,7 +12,7 @@ from .errors import ProxyKVWarning
 from .layers import PrunedLayer
 from .prompt import Prompt
 from .retention import RetentionPolicy, select
-from .storage import DenseStorage, RaggedStorage, plain_tensors
+from .storage import DenseStorage, RaggedStorage
 
 
 def keep_masks(scores: Tensor, prompt: Prompt, policies: Sequence[RetentionPolicy]) -> tuple[Tensor, int]:
@@ -54,34 +54,28 @@ class Pruner:
         self._rows = torch.searchsorted(torch.tensor(present), rows)
         self._representatives = [int((self._rows == row).nonzero()[0]) for row in range(len(present))]
         self._ragged = ragged
-        self._rooms: dict[int, tuple[Tensor, Tensor]] = {}
+        self._reserved: dict[int, DenseStorage | RaggedStorage] = {}
 
-    @plain_tensors
     def reserve(self, keys: Tensor, values: Tensor, place: int) -> None:
         """Allocate what this layer and the later ones keep, before the forward goes on.
 
-        Small tensors that stay, made between large ones that come and go, break up an allocator's free memory:
-        Qwen2.5-1.5B's process grew by 15 MB a layer at 1,024 tokens on a CPU, of which under 1 MB was kept.
+        What stays, however small, made between large tensors that come and go, breaks up an allocator's free memory:
+        the process of Qwen2.5-1.5B on a CPU grew by a hidden state a layer, many times what was kept.
 
         Args:
             keys: `[B, H, N, D]`, the layer's fresh ones; the later layers' are taken to be like them.
             values: `[B, H, N, Dv]`.
             place: Of the layer among the full-attention layers.
         """
-        if not self._rooms:
-            for later, kept in enumerate(self._keep[:, place:].sum((0, 2, 3)).tolist(), start=place):
-                rows, heads = self._keep.shape[0], self._keep.shape[2]
-                shape = (kept,) if self._ragged else (*keys.shape[:2], kept // (rows * heads))
-                self._rooms[later] = (keys.new_empty(*shape, keys.shape[3]), values.new_empty(*shape, values.shape[3]))
+        if not self._reserved:
+            later = range(place, self._keep.shape[1])
+            self._reserved = {other: self._empty(keys, values, self._keep[:, other]) for other in later}
 
-    def _room(self, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What was reserved for a layer, if it is like what was expected."""
-        room = self._rooms.pop(place, None)
-        fits = room is not None and all(
-            (ours.shape[-1], ours.dtype, ours.device) == (fresh.shape[-1], fresh.dtype, fresh.device)
-            for ours, fresh in zip(room, (keys, values), strict=True)
-        )
-        return room if fits else None
+    def _empty(self, keys: Tensor, values: Tensor, keep: Tensor) -> DenseStorage | RaggedStorage:
+        """Room for what ``keep`` `[R, H, P]` marks, and in a dense one for all later columns."""
+        if self._ragged:
+            return RaggedStorage.empty(keys, values, tuple(map(tuple, keep.sum(2).tolist())), self._rows)
+        return DenseStorage.empty(keys, values, int(keep[0, 0].sum()) + keys.shape[2] - keep.shape[2])
 
     def prune(self, place: int, index: int, keys: Tensor, values: Tensor) -> PrunedLayer:
         """The layer of what is kept.
@@ -93,14 +87,24 @@ class Pruner:
             values: `[B, H, N, Dv]`.
         """
         keep = self._keep[:, place]
+        storage = self._reserved.pop(place, None)
+        if storage is None or not _alike(storage, keys, values):
+            storage = self._empty(keys, values, keep)
         prompt = keep.shape[2]
-        room = self._room(place, keys, values)
-        if self._ragged:
-            storage = RaggedStorage.gather(keys, values, keep, self._rows, self._representatives, room)
+        if isinstance(storage, RaggedStorage):
+            storage.fill(keys, values, keep, self._representatives)
             return PrunedLayer(index, storage, offset=prompt)
+        storage.fill(keys, values, keep, self._rows)
         kept = int(keep[0, 0].sum())
-        dense = DenseStorage.gather(keys, values, keep, self._rows, room)
-        return PrunedLayer(index, dense, offset=prompt - kept, fixed=kept)
+        return PrunedLayer(index, storage, offset=prompt - kept, fixed=kept)
+
+
+def _alike(storage: DenseStorage | RaggedStorage, keys: Tensor, values: Tensor) -> bool:
+    """Whether room that was made for another layer suits this one's K and V."""
+    return all(
+        (ours.shape[-1], ours.dtype, ours.device) == (fresh.shape[-1], fresh.dtype, fresh.device)
+        for ours, fresh in zip((storage.keys, storage.values), (keys, values), strict=True)
+    )
 
 
 def warn_over_budget(pairs: int) -> None:

@@ -110,36 +110,35 @@ class DenseStorage:
 
     @classmethod
     @plain_tensors
-    def gather(
-        cls,
-        keys: Tensor,
-        values: Tensor,
-        keep: Tensor,
-        rows: Tensor,
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> DenseStorage:
-        """Only what ``keep`` marks, which must be the same number for every row and head.
+    def empty(cls, keys: Tensor, values: Tensor, columns: int) -> DenseStorage:
+        """Room for so many columns of such K `[B, H, N, D]` and V `[B, H, N, Dv]`, to be filled."""
+        room = (*keys.shape[:2], columns)
+        return cls(keys.new_empty(*room, keys.shape[3]), values.new_empty(*room, values.shape[3]))
+
+    @plain_tensors
+    def fill(self, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor) -> None:
+        """Take what ``keep`` marks, which must be as much as there is room for in every row and head.
 
         Args:
             keys: `[B, H, N, D]`.
             values: `[B, H, N, Dv]`.
             keep: `[R, H, N']`, bool, ``N' <= N``; later columns are all kept.
             rows: `[B]`, which row of ``keep`` each batch row follows.
-            out: `[B, H, K, D]` and `[B, H, K, Dv]` to use as its memory, or None for new.
         """
         distinct, heads, prompt = keep.shape
         places = keep.nonzero()[:, 2].view(distinct, heads, -1)  # [R, H, K], ascending
         later = torch.arange(prompt, keys.shape[2], device=places.device).expand(distinct, heads, -1)
         places = torch.cat([places, later], dim=2).to(keys.device)
         places = places.index_select(0, rows.to(places.device)).unsqueeze(-1)  # [B, H, K, 1]
-        shape = places.shape[:3]
-        kept_keys, kept_values = out or (
-            keys.new_empty(*shape, keys.shape[3]),
-            values.new_empty(*shape, values.shape[3]),
-        )
-        torch.gather(keys, 2, places.expand(-1, -1, -1, keys.shape[3]), out=kept_keys)
-        torch.gather(values, 2, places.expand(-1, -1, -1, values.shape[3]), out=kept_values)
-        return cls(kept_keys, kept_values)
+        torch.gather(keys, 2, places.expand(-1, -1, -1, keys.shape[3]), out=self._keys)
+        torch.gather(values, 2, places.expand(-1, -1, -1, values.shape[3]), out=self._values)
+
+    @classmethod
+    def gather(cls, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor) -> DenseStorage:
+        """Only what ``keep`` marks, see `fill`; the same number for every row and head."""
+        storage = cls.empty(keys, values, int(keep[0, 0].sum()) + keys.shape[2] - keep.shape[2])
+        storage.fill(keys, values, keep, rows)
+        return storage
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that hold memory."""
@@ -148,7 +147,7 @@ class DenseStorage:
 
 @dataclass(frozen=True)
 class RaggedBlock:
-    """Kept K and V of R distinct rows, each head with its own length; never written after it is made.
+    """Kept K and V of R distinct rows, each head with its own length; never written after it is filled.
 
     Args:
         keys: `[T, D]`: row after row, head after head, positions ascending.
@@ -162,34 +161,27 @@ class RaggedBlock:
 
     @classmethod
     @plain_tensors
-    def gather(
-        cls,
-        keys: Tensor,
-        values: Tensor,
-        keep: Tensor,
-        representatives: Sequence[int],
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> RaggedBlock:
-        """Only what ``keep`` marks; besides the result no more than one head's indices is allocated.
+    def empty(cls, keys: Tensor, values: Tensor, lengths: tuple[tuple[int, ...], ...]) -> RaggedBlock:
+        """Room for so much of such K `[B, H, N, D]` and V `[B, H, N, Dv]`, to be filled."""
+        total = sum(map(sum, lengths))
+        return cls(keys.new_empty(total, keys.shape[3]), values.new_empty(total, values.shape[3]), lengths)
+
+    @plain_tensors
+    def fill(self, keys: Tensor, values: Tensor, keep: Tensor, representatives: Sequence[int]) -> None:
+        """Take what ``keep`` marks; no more than one head's indices is allocated.
 
         Args:
             keys: `[B, H, N, D]`.
             values: `[B, H, N, Dv]`.
-            keep: `[R, H, N]`, bool.
+            keep: `[R, H, N]`, bool, ``lengths`` in number.
             representatives: R batch rows, one for each distinct row.
-            out: `[T, D]` and `[T, Dv]` to use as its memory, or None for new.
         """
-        lengths = tuple(tuple(row) for row in keep.sum(2).tolist())
-        total = sum(map(sum, lengths))
-        out = out or (keys.new_empty(total, keys.shape[3]), values.new_empty(total, values.shape[3]))
-        block = cls(*out, lengths)
         keep = keep.to(keys.device)
         for distinct, batch_row in enumerate(representatives):
-            for head, (kept_keys, kept_values) in enumerate(block.heads[distinct]):
+            for head, (kept_keys, kept_values) in enumerate(self.heads[distinct]):
                 places = keep[distinct, head].nonzero()[:, 0]
                 torch.index_select(keys[batch_row, head], 0, places, out=kept_keys)
                 torch.index_select(values[batch_row, head], 0, places, out=kept_values)
-        return block
 
     @functools.cached_property
     def heads(self) -> tuple[tuple[tuple[Tensor, Tensor], ...], ...]:
@@ -228,28 +220,35 @@ class RaggedStorage:
 
     @classmethod
     @plain_tensors
-    def gather(
-        cls,
-        keys: Tensor,
-        values: Tensor,
-        keep: Tensor,
-        rows: Tensor,
-        representatives: Sequence[int],
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> RaggedStorage:
-        """Only what ``keep`` marks.
+    def empty(cls, keys: Tensor, values: Tensor, lengths: tuple[tuple[int, ...], ...], rows: Tensor) -> RaggedStorage:
+        """Room for so much of such K `[B, H, N, D]` and V `[B, H, N, Dv]`, to be filled; all its views are made."""
+        block = RaggedBlock.empty(keys, values, lengths)
+        _ = block.heads
+        return cls(block, rows, DenseStorage(keys[:, :, :0], values[:, :, :0]))
+
+    def fill(self, keys: Tensor, values: Tensor, keep: Tensor, representatives: Sequence[int]) -> None:
+        """Take what ``keep`` marks.
 
         Args:
             keys: `[B, H, N, D]`.
             values: `[B, H, N, Dv]`.
             keep: `[R, H, N']`, bool, ``N' <= N``; columns from N' on go to the tail.
-            rows: `[B]`, the distinct row of each batch row.
             representatives: R batch rows, one for each distinct row.
-            out: Memory for the block, see `RaggedBlock.gather`.
         """
         prompt = keep.shape[2]
-        block = RaggedBlock.gather(keys[:, :, :prompt], values[:, :, :prompt], keep, representatives, out)
-        return cls(block, rows, DenseStorage(keys[:, :, prompt:], values[:, :, prompt:]))
+        self.block.fill(keys[:, :, :prompt], values[:, :, :prompt], keep, representatives)
+        if keys.shape[2] > prompt:
+            self.tail = DenseStorage(keys[:, :, prompt:], values[:, :, prompt:])
+
+    @classmethod
+    def gather(
+        cls, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor, representatives: Sequence[int]
+    ) -> RaggedStorage:
+        """Only what ``keep`` marks, see `fill`; ``rows`` `[B]` is the distinct row of each batch row."""
+        lengths = tuple(tuple(row) for row in keep.sum(2).tolist())
+        storage = cls.empty(keys, values, lengths, rows)
+        storage.fill(keys, values, keep, representatives)
+        return storage
 
     @classmethod
     @plain_tensors
