@@ -41,7 +41,7 @@ from proxykv_hf.training.feature_cache import FeatureMaker, make_features, missi
 from proxykv_hf.training.loop import make_accelerator, train
 from proxykv_hf.training.losses import WEIGHTS
 from proxykv_hf.training.metrics import RATIOS, gain, mean_agreement, mean_metrics, measure, prior_scores
-from proxykv_hf.training.prepare import START
+from proxykv_hf.training.prepare import start_mapper
 from proxykv_hf.training.ridge import Ridge, Statistics
 from proxykv_hf.training.shards import Shard, checked_shards
 
@@ -264,7 +264,7 @@ def measure_all(scores: Callable[[TrainingDocument], Tensor], documents: Feature
 def fresh(
     kind: type[HybridAxialMapper], config: TrainingConfig, teacher: Teacher, known: Statistics
 ) -> HybridAxialMapper:
-    """As `training.prepare.new_mapper`, of any class."""
+    """What a row starts from."""
     settings = HybridAxialMapperConfig(
         target_geometry=teacher.geometry.to_dict(),
         proxy_geometry=ModelGeometry.from_config(teacher.proxy).to_dict(),
@@ -272,13 +272,7 @@ def fresh(
         channels=config.features.channels(teacher.proxy),
         **config.mapper,
     )
-    with torch.random.fork_rng([]), torch.no_grad():
-        torch.manual_seed(config.seed)
-        mapper = kind(settings)
-        mapper.heads.output.normal_(std=START)
-    mapper.set_channel_statistics(known.mean, known.std)
-    mapper.set_head_prior(known.prior)
-    return mapper
+    return start_mapper(settings, known, config.seed, kind)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import pytest
 import teacher_ceiling
 import torch
 from ablated_mappers import LinearPathAlone, NeighbourMLP, NoEncoder, NoLinearPath, StaticHeadMap
-from taught import make_home, settings
+from taught import settings
 from test_mapper import MIXED, config
 from tiny import random_ids, tiny_model, tiny_tokenizer
 
@@ -25,17 +25,7 @@ from proxykv_hf.training.teacher import teacher_scores
 KINDS = [NoEncoder, StaticHeadMap, NoLinearPath, LinearPathAlone, NeighbourMLP, HybridAxialMapper]
 TOKENIZER = tiny_tokenizer()
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _on_the_cpu():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: False)
-        yield
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"))
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def far_mapper(kind):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from taught import make_home, settings
+from taught import settings
 from tiny import tiny_model, tiny_tokenizer
 
 from proxykv_hf import InvalidInputError, ProxyPrunedCache, cli
@@ -16,22 +15,7 @@ from proxykv_hf.training import loop
 from proxykv_hf.training.config import TrainingConfig
 from proxykv_hf.training.losses import HybridLoss
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _on_the_cpu():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: False)
-        yield
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture
-def teacher(home, tmp_path):
-    return Path(shutil.copytree(home / "teacher", tmp_path / "teacher"))
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def toml(value):

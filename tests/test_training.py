@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from safetensors import safe_open
 from safetensors.torch import load_file
-from taught import DOCUMENTS, make_home, settings
+from taught import DOCUMENTS, settings
 from tiny import tiny_model
 
 from proxykv_hf import FeatureRecipe, InvalidInputError, ModelGeometry, ProxyKVWarning, ScoringError
@@ -32,22 +32,7 @@ from proxykv_hf.training.shards import checked_shards, load_shards
 
 RECIPE = FeatureRecipe(("attention", "hidden"), 2, (1, 2))
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _on_the_cpu():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: False)
-        yield
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture
-def teacher(home, tmp_path):
-    return Path(shutil.copytree(home / "teacher", tmp_path / "teacher"))
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def prepared(config):

@@ -119,10 +119,7 @@ def prepare(config: TrainingConfig, target: Source, proxy: Source | None, accele
 def new_mapper(
     config: TrainingConfig, prepared: Prepared, statistics: Statistics, training: dict[str, Any]
 ) -> HybridAxialMapper:
-    """A mapper that is about the head prior, from random weights.
-
-    Started from the ridge regression it learns less: that has fitted the training documents already, and what it
-    leaves over there is not what it leaves over elsewhere.
+    """A mapper that a run starts from, see `start_mapper`.
 
     Args:
         config: The run.
@@ -131,9 +128,29 @@ def new_mapper(
         training: What the mapper's config says of the run.
     """
     settings = HybridAxialMapperConfig(**prepared.config, **config.mapper, training=training)
+    return start_mapper(settings, statistics, config.seed)
+
+
+def start_mapper(
+    settings: HybridAxialMapperConfig,
+    statistics: Statistics,
+    seed: int,
+    kind: type[HybridAxialMapper] = HybridAxialMapper,
+) -> HybridAxialMapper:
+    """A mapper that is about the head prior, from random weights.
+
+    Started from the ridge regression it learns less: that has fitted the training documents already, and what it
+    leaves over there is not what it leaves over elsewhere.
+
+    Args:
+        settings: Its config.
+        statistics: Of the training documents.
+        seed: Of the weights.
+        kind: Its class.
+    """
     with torch.random.fork_rng([]), torch.no_grad():
-        torch.manual_seed(config.seed)
-        mapper = HybridAxialMapper(settings)
+        torch.manual_seed(seed)
+        mapper = kind(settings)
         mapper.heads.output.normal_(std=START)
     mapper.set_channel_statistics(statistics.mean, statistics.std)
     mapper.set_head_prior(statistics.prior)
