@@ -1,7 +1,7 @@
 """Classes learned from examples, after LongBench's trec (arXiv 2308.14508, section 3).
 
-TREC's classes say what they mean; these bear names that only the examples explain, so that the answer needs them. The
-question is, as there, one more example without its class.
+As with TREC, a class says what it means; but which of several names it bears only the examples say, so that the
+answer needs them. The question is, as there, one more example without its class.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 
 from ..task import Example, Question, Task
 from .fitting import Pieces, fit, seeded, shuffled_forever
-from .words import NOUNS
 
 QUESTIONS = 8
 CLASSES = 4
@@ -25,6 +24,15 @@ winter jacket, water bottle, tennis racket, wall clock, soup bowl, leather belt,
     .strip()
     .split(", ")
 )
+#: What the desk of each class may be called.
+NAMES = {
+    "instructions": ("Handbook", "Guidance", "Tutoring", "Coaching"),
+    "opening hours": ("Timetable", "Schedule", "Hours", "Openings"),
+    "where is my order": ("Logistics", "Shipping", "Dispatch", "Freight"),
+    "praise": ("Applause", "Gratitude", "Accolades", "Kudos"),
+    "job application": ("Recruitment", "Staffing", "Careers", "Personnel"),
+    "price": ("Pricing", "Tariffs", "Costing", "Billing"),
+}
 #: Messages of each class; ``{article}`` is what they are about.
 MESSAGES = {
     "instructions": (
@@ -81,8 +89,7 @@ MESSAGES = {
 def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
     """`Task.make`: solved messages of ``CLASSES`` classes, and ``QUESTIONS`` messages that are not among them."""
     rng = seeded("few_shot", seed, index, "classes")
-    desks = [name.title() for name in rng.sample(NOUNS, CLASSES)]
-    desk_of = dict(zip(rng.sample(list(MESSAGES), CLASSES), desks, strict=True))
+    desk_of = {name: rng.choice(NAMES[name]) for name in rng.sample(list(MESSAGES), CLASSES)}
     every = {
         name: [form.format(article=article) for form, article in itertools.product(MESSAGES[name], ARTICLES)]
         for name in desk_of
@@ -109,7 +116,7 @@ def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Ex
             (desk_of[name],),
             "Desk:",
             8,
-            tuple(desks),
+            tuple(desk_of.values()),
         )
         for message, name in asked.items()
     )
