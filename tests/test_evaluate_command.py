@@ -197,6 +197,7 @@ def test_a_retrained_mapper_is_another_method(home, tmp_path, capsys):
         (["--examples", "0"], "--examples: expected at least 1, got 0"),
         (["--batch-tokens", "0"], "--batch-tokens: expected at least 1, got 0"),
         (["--redo", "guess"], "methods: expected some of full, proxykv, kvzip, "),
+        (["--redo", "h2o"], "--redo: expected some of --methods, which are run again, got h2o"),
         (["--methods", "proxykv"], "method proxykv: expected a trained mapper, got none: give --mapper FOLDER"),
         (["--methods", "hidden_state"], "method hidden_state: expected trained heads, got none: give --hidden-state"),
         (["--out", "/nowhere/rows.jsonl"], "expected a folder that can be written for /nowhere/rows.jsonl"),
@@ -220,6 +221,8 @@ def test_examples_from_a_file_and_what_is_wrong_in_it(home, tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("proxykv_hf.evaluation.readers.METRICS", asked.METRICS)
         code, error = run(capsys, *arguments)
+        assert run(capsys, *arguments, "--examples", "1", "--out", tmp_path / "first.jsonl")[0] == 2
+    assert {row["example"] for row in contents(tmp_path / "first.jsonl")[1]} == {"00001"}
     assert code == 2
     assert "1 lines of" in error
     assert "line 2, questions: expected" in error

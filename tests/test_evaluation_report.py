@@ -126,7 +126,7 @@ def test_intervals_over_tasks_are_those_of_a_plain_loop(write):
         values = [
             SCORES[task, method, 1.0 if method == "full" else 0.2][2 * place : 2 * place + 2] for place in resample
         ]
-        return sum(map(sum, values)) / 4
+        return sum(map(sum, values)) / (2 * len(values))
 
     draws = {task: draw(2, 80, [3, *task.encode()]) for task in ("easy", "fair")}
     scores, shares = [], []
@@ -144,6 +144,14 @@ def test_a_tasks_intervals_do_not_depend_on_the_other_tasks(write):
     alone = {key: values for key, values in SCORES.items() if key[0] == "easy"}
     one = summarize(read_outcomes([write(header(), *rows(alone), name="one.jsonl")]), samples=50)
     assert one.tasks["easy"] == summarize(read_outcomes([write()]), samples=50).tasks["easy"]
+
+
+def test_examples_of_a_file_have_no_length_to_tell(write, tmp_path, capsys):
+    path = write(header(tokens=None, data="00ff"), *rows())
+    outcomes = read_outcomes([path])
+    text = markdown(outcomes, summarize(outcomes, samples=20))
+    assert "12 questions about 6 contexts, 3 tasks. The questions are not seen" in text
+    assert "None tokens" not in text
 
 
 def test_the_report_in_markdown(write):

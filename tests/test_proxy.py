@@ -23,6 +23,7 @@ from proxykv_hf import (
     ProxyScorer,
     RetentionPolicy,
     ScoringError,
+    StaticAlignmentScorer,
 )
 from proxykv_hf._compat import cache_keyword, call_forward
 from proxykv_hf.features import proxy_features
@@ -214,6 +215,12 @@ def test_what_can_be_refused_is_refused_before_the_prefill(target, proxy, scorer
             cache.prefill(random_ids(1, TOKENS))
         with pytest.raises(InvalidInputError, match="input_ids"):
             call_forward(target, inputs_embeds=embeddings, cache=cache)
+    proxy.config.max_position_embeddings = 60
+    with (
+        ProxyPrunedCache(target, StaticAlignmentScorer(proxy, tiny_tokenizer()), POLICY) as cache,
+        pytest.raises(InvalidInputError, match=r"at most 60 tokens.*, got \d+, those with which it repeats"),
+    ):
+        cache.prefill(random_ids(1, TOKENS))
     with (
         ProxyPrunedCache(target, named, POLICY, tokenizer=strange) as cache,
         pytest.raises(InvalidInputError, match="is 'a new one' for the target and None for the proxy"),

@@ -170,3 +170,25 @@ def test_what_is_no_such_file_is_refused_and_left_alone(path, number, line, what
     with pytest.raises(InvalidInputError, match=f"line {number}: expected {what} as `proxykv evaluate` writes it"):
         RowFile(path, HEADER)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"only copy", b'{"my": "only copy"}', b"{", b'{"header": {"format"'])
+def test_a_file_without_a_line_is_ours_only_if_it_begins_as_ours(tmp_path, content):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    if content[:1] == b"{" and content in b'{"header": {"format": 1':  # a first write cut short
+        assert not RowFile(path, HEADER).rows
+        assert header_of(path) == HEADER
+        return
+    with pytest.raises(InvalidInputError, match="line 1: expected a header as `proxykv evaluate` writes it"):
+        RowFile(path, HEADER)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["examples", "tasks", "identities", "command"])
+def test_a_header_that_lacks_something_is_told_of(path, name):
+    lines = path.read_text().splitlines()
+    lines[0] = json.dumps({"header": {key: value for key, value in HEADER.items() if key != name}})
+    path.write_text("".join(line + "\n" for line in lines))
+    with pytest.raises(InvalidInputError, match=f"line 1: expected a header .*KeyError: '{name}'"):
+        RowFile(path, HEADER)

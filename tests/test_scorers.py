@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from tiny import pad_left, random_ids, random_scores, tiny_model, tiny_tokenizer
@@ -138,8 +136,9 @@ def test_kvzip_knows_the_positions_that_a_padded_prefill_used():
 
 def snapkv_twin(model, prompt, window, kernel):
     heads, tokens = model.config.num_key_value_heads, len(prompt)
-    scores = torch.full((model.config.num_hidden_layers, heads, tokens), math.inf)
     window = min(window, tokens)
+    scores = torch.zeros(model.config.num_hidden_layers, heads, tokens)
+    scores[:, :, tokens - window :] = 2 + torch.arange(window)  # above any vote, the latest most
     for layer, weights in enumerate(attentions(model, torch.tensor([prompt]))):
         for head in range(heads):
             group = weights.unflatten(0, (heads, -1))[head]
@@ -292,3 +291,13 @@ def test_without_a_chat_template_the_suffix_is_a_line_break():
     plain.chat_template = None
     assert chat_affixes(plain) == ("", "\n")
     assert chat_affixes(TOKENIZER) == ("<user>", "</s><bot>")
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "global"])
+def test_snapkv_keeps_the_latest_of_its_window_where_not_all_of_it_fits(allocation):
+    policy = RetentionPolicy(0.1, allocation=allocation, sink_tokens=0, recent_tokens=0)
+    with ProxyPrunedCache(tiny_model(), SnapKVScorer(16), policy) as cache:
+        cache.prefill(random_ids(1, 60))
+        for layer in range(3):
+            for head in cache.kept_indices(layer):
+                assert head.tolist() == [*range(54, 60)]

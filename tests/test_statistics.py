@@ -69,10 +69,24 @@ def test_contexts_are_drawn_not_questions():
     assert (once.low, once.high) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize(("contexts", "least"), [(2, 0.87), (4, 0.92), (10, 0.93)])
+def test_intervals_of_few_contexts_hold_what_they_promise(contexts, least):
+    """The mean over seven tasks, drawn a thousand times: the true one, 0, is in about 95 % of the intervals."""
+    rng, inside = np.random.default_rng(0), 0
+    resamplers = [Resampler([f"{place}" for place in range(contexts)], 400, [task]) for task in range(7)]
+    for _ in range(1000):
+        means = [resampler.mean(rng.standard_normal(contexts)) for resampler in resamplers]
+        found = sum(means[1:], means[0]).estimate()
+        inside += found.low <= 0 <= found.high
+    assert least <= inside / 1000 <= 0.98
+
+
 def test_draws_are_seeded_and_the_order_of_rows_does_not_matter():
     np.testing.assert_array_equal(draw(5, 20, [1, 2]), draw(5, 20, [1, 2]))
     assert (draw(5, 20, [1, 2]) != draw(5, 20, [1, 3])).any()
     assert set(draw(3, 100, [0]).ravel()) == {0, 1, 2}
+    assert draw(3, 100, [0]).shape == (100, 2)
+    assert draw(1, 100, [0]).shape == (100, 1)
     first = Resampler(["a", "b", "c"], 50, [0]).mean(np.array([0.1, 0.5, 0.7]))
     turned = Resampler(["c", "a", "b"], 50, [0]).mean(np.array([0.7, 0.1, 0.5]))
     np.testing.assert_allclose(first.resamples, turned.resamples)

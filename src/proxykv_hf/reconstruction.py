@@ -61,6 +61,17 @@ def repeat_inputs(
     return inputs
 
 
+def repeat_length(
+    tokenizer: PreTrainedTokenizerBase,
+    context_ids: Tensor,
+    chunk_tokens: int = CHUNK_TOKENS,
+    prompts: tuple[str, str] = PROMPTS,
+) -> int:
+    """Tokens of the longest of `repeat_inputs`: so many positions are needed after the prompt."""
+    inputs = repeat_inputs(tokenizer, context_ids, chunk_tokens, prompts)
+    return max((len(ids) for _, _, ids in inputs), default=0)
+
+
 @torch.no_grad()
 def reconstruction_scores(
     model: PreTrainedModel,

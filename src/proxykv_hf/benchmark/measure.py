@@ -25,7 +25,7 @@ from .. import __version__
 from .._compat import call_forward
 from ..cache import ProxyPrunedCache
 from ..errors import InvalidInputError
-from ..reconstruction import repeat_inputs
+from ..reconstruction import repeat_length
 from ..retention import RetentionPolicy
 from ..scorers.base import Scorer
 from ..scorers.kvzip import KVzipScorer
@@ -112,7 +112,7 @@ class Plan:
         for length in self.lengths:
             after, advice = self.new_tokens, "give shorter lengths"
             if "kvzip" in self.methods:
-                after = max(after, *(len(part) for _, _, part in repeat_inputs(tokenizer, ids[0, :length])))
+                after = max(after, repeat_length(tokenizer, ids[0, :length]))
                 advice += ", or leave out kvzip, which repeats the prompt at the positions after it"
             for model, config, needed in (("target", target, length + after), ("proxy", proxy, length)):
                 limit = None if config is None else _max_positions(config)

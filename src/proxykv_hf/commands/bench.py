@@ -17,7 +17,7 @@ from ..geometry import ModelGeometry
 from ..pretrained import SELF_PROXY, load_mapper, load_proxy_scorer
 from ..retention import RetentionPolicy
 from ..scorers.proxy import check_target
-from .models import DTYPES, add_target, device_and_dtype, load, optional, resolve, target_named
+from .models import DTYPES, add_target, device_and_dtype, load, optional, read_text, resolve, target_named
 
 
 def add_parser(commands: Any) -> None:
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     plan = _plan(arguments)
     tqdm = optional("tqdm", "models").tqdm
     device, dtype = device_and_dtype(arguments.device, arguments.dtype)
-    text = None if arguments.text is None else arguments.text.read_text(encoding="utf-8")
+    text = None if arguments.text is None else read_text(arguments.text)
     folder = resolve(arguments.target)
 
     with target_named(arguments.target):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import hashlib
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of one forward over questions (default: 4096)")
-    parser.add_argument("--redo", nargs="+", default=[], metavar="METHOD", help="drop these methods' rows in --out")
+    parser.add_argument(
+        "--redo", nargs="+", default=[], metavar="METHOD", help="of --methods: drop all of their rows in --out first"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines; `proxykv report` reads it")
     parser.set_defaults(run=run)
 
@@ -130,7 +134,8 @@ def _checked(arguments: argparse.Namespace) -> dict[str, tuple[float, ...] | Non
         unknown = [name for name in arguments.tasks if name not in TASKS]
         if unknown and arguments.tasks != ["all"]:
             raise InvalidInputError(f"--tasks: expected all, or some of {', '.join(TASKS)}, got {', '.join(unknown)}")
-    check_methods([*arguments.redo])
+    if idle := [name for name in check_methods(arguments.redo) if name not in names]:
+        raise InvalidInputError(f"--redo: expected some of --methods, which are run again, got {', '.join(idle)}")
     check_writable(arguments.out)
     return own_ratios
 
@@ -152,7 +157,7 @@ def _examples(
     """Metrics by task, the examples, and what was wrong with lines of ``--data``."""
     if arguments.data is not None:
         reading = read(arguments.data, arguments.format)
-        examples, errors = list(reading.examples), list(map(str, reading.errors))
+        examples, errors = _first(reading.examples, arguments.examples), list(map(str, reading.errors))
         metrics = reading.metrics
     else:
         tasks = [TASKS[name] for name in (TASKS if arguments.tasks == ["all"] else dict.fromkeys(arguments.tasks))]
@@ -165,6 +170,17 @@ def _examples(
     for metric in metrics.values():
         check_metric(metric)
     return metrics, examples, errors
+
+
+def _first(examples: Sequence[Example], count: int | None) -> list[Example]:
+    """Of each task the first ``count`` examples, in order; all if None."""
+    places = collections.Counter[str]()
+    kept = []
+    for example in examples:
+        if count is None or places[example.task] < count:
+            kept.append(example)
+        places[example.task] += 1
+    return kept
 
 
 def _header(

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..scorers.kvzip import KVzipScorer
 from ..scorers.random import RandomScorer
 from ..scorers.snapkv import SnapKVScorer
 from ..scorers.streaming_llm import StreamingLLMScorer
-from .models import add_target, device_and_dtype, load
+from .models import add_target, device_and_dtype, load, read_text
 
 SCORERS: dict[str, Callable[[], Scorer]] = {
     "expected_attention": ExpectedAttentionScorer,
@@ -65,10 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.max_new_tokens < 1:
         raise InvalidInputError(f"--max-new-tokens: expected at least 1, got {arguments.max_new_tokens}")
-    try:
-        document = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"expected text in UTF-8, but {arguments.file} is none: {error}") from error
+    document = read_text(arguments.file)
     if not document.strip():
         raise InvalidInputError(f"expected a document, but {arguments.file} is empty")
 

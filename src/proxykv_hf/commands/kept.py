@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..pretrained import load_proxy_scorer
 from ..retention import RetentionPolicy
 from ..scorers.base import Scorer
 from .generate import SCORERS
-from .models import DTYPES, add_target, device_and_dtype, load, optional, resolve
+from .models import DTYPES, add_target, device_and_dtype, load, optional, read_text, resolve
 
 METHODS = ("proxykv", *sorted(SCORERS))
 
@@ -56,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise InvalidInputError("the method proxykv wants a trained mapper: give --mapper FOLDER")
     check_writable(arguments.out)
     optional("matplotlib", "plot")
-    text = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+    text = read_text(arguments.file)
     device, dtype = device_and_dtype(arguments.device, arguments.dtype)
     target, tokenizer = load(arguments.target, device, dtype)
     scorers: dict[str, Scorer] = {}

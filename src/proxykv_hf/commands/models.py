@@ -1,4 +1,4 @@
-"""The models that commands are given by name, and where they run."""
+"""What several commands take: models by name and where they run, and texts."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ def load(target: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, An
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
     return model, tokenizer
+
+
+def read_text(path: str | Path) -> str:
+    """A text file, or stdin if it is ``-``.
+
+    Raises:
+        InvalidInputError: It is not UTF-8.
+    """
+    try:
+        return sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"expected text in UTF-8, but {path} is none: {error}") from error
 
 
 @contextlib.contextmanager

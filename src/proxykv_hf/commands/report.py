@@ -70,7 +70,8 @@ def _pictures(outcomes: Outcomes, summary: Summary, folder: Path) -> list[Path]:
         print("no pictures without matplotlib: pip install 'proxykv-hf[plot]'", file=sys.stderr)
         return []
     header = outcomes.headers[0]
-    title = f"{header['target']}, contexts of {header['tokens']} tokens, {header['dtype']}"
+    length = "" if header["tokens"] is None else f"contexts of {header['tokens']} tokens, "
+    title = f"{header['target']}, {length}{header['dtype']}"
     made = []
     for name, plot in (("scores.png", plot_scores), ("recovery.png", plot_recovery)):
         if plot(summary, folder / name, title):

@@ -162,7 +162,8 @@ def _random(sources: Sources) -> tuple[Scorer, str]:
     return RandomScorer(sources.seed), f"seed {sources.seed}"
 
 
-#: By name: the allocation that the method's authors use, and what makes its scorer and its identity.
+#: By name: the allocation that the method's authors use, and what makes its scorer and its identity. Expected
+#: attention's let the heads of a layer compete, which is between the two that there are.
 METHODS: dict[str, tuple[Allocation, Callable[[Sources], tuple[Scorer, str]]]] = {
     "proxykv": ("global", _proxykv),
     "kvzip": ("global", _kvzip),

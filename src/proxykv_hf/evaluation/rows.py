@@ -15,10 +15,14 @@ from ..errors import InvalidInputError
 from ..files import write_whole
 
 FORMAT = 1
+#: Of every file: what is left of one whose first write was cut short.
+BEGINNING = b'{"header": {"format": '
 #: Rows of one file agree in these.
 SAME = ("format", "target", "target_weights", "dtype", "tokens", "seed", "query_aware", "data")
 #: What a run was, apart from what it computed.
 RUN = ("versions", "hardware", "commit", "command")
+#: What a header has.
+HEADER = (*SAME, *RUN, "mapper", "allocation", "tasks", "examples", "methods", "ratios", "identities")
 #: What tells rows apart; besides, ``block`` says how many rows were written together.
 KEY = ("task", "example", "question", "method", "allocation", "ratio")
 
@@ -36,9 +40,9 @@ class RowFile:
 
     Args:
         path: The file; made if it is not there.
-        header: Of this run: ``FORMAT``, the fields of ``SAME`` and ``RUN``, ``mapper``, ``allocation``, ``tasks``
-            (metrics by name), ``methods``, ``ratios`` and ``identities`` (by method).
-        redo: Methods whose rows are dropped.
+        header: Of this run, with all of ``HEADER``; ``tasks`` are metrics by name, ``examples`` fingerprints by task
+            and name, ``identities`` by method.
+        redo: Methods whose rows are dropped, those of other tasks and ratios than this run's too.
 
     Raises:
         InvalidInputError: The file is none of ours, is damaged, or was made from something else than this run would
@@ -75,14 +79,18 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
     """Header and rows, without a last line that is not whole; no header if there is nothing yet."""
     if not path.exists():
         return None, []
-    *lines, _torn = path.read_bytes().split(b"\n")
+    *lines, torn = path.read_bytes().split(b"\n")
     if not lines:
+        if torn[: len(BEGINNING)] != BEGINNING[: len(torn)]:
+            raise InvalidInputError(
+                f"{path}, line 1: expected a header as `proxykv evaluate` writes it, got other text: give another --out"
+            )
         return None, []
     objects: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
             found = json.loads(line)
-            _ = found["header"]["format"] if number == 1 else [found[name] for name in (*KEY, "block")]
+            _ = [found["header"][name] for name in HEADER] if number == 1 else [found[name] for name in (*KEY, "block")]
         except (ValueError, KeyError, TypeError) as error:
             what = "a header" if number == 1 else "a row"
             raise InvalidInputError(

@@ -2,8 +2,10 @@
 
 The questions of one context share its prefill and what was evicted of it, so they are not independent. What is drawn
 with replacement are therefore contexts, each with all of its questions (the cluster bootstrap: Davison and Hinkley,
-Bootstrap Methods and their Application, 1997, section 3.8); the interval is the percentiles'. All figures of a task
-are taken from the same draws, so that differences and quotients of them are those of paired samples.
+Bootstrap Methods and their Application, 1997, section 3.8); the interval is the percentiles'. One fewer is drawn than
+there are (McCarthy and Snowden, The Bootstrap and Finite Population Sampling, 1985): as many would give means
+(E - 1) / E of their variance, which for the few contexts of a task is far too sure. All figures of a task are taken
+from the same draws, so that differences and quotients of them are those of paired samples.
 
 Letters: U questions asked, E examples (contexts), S resamples.
 """
@@ -75,14 +77,14 @@ class Sampled:
 
 
 def draw(examples: int, samples: int, seed: Sequence[int]) -> NDArray[np.int64]:
-    """`[S, E]`: in each resample as many examples as there are, drawn with replacement.
+    """`[S, max(1, E - 1)]`: in each resample one example fewer than there are, drawn with replacement.
 
     Args:
         examples: E.
         samples: S.
         seed: Numbers of at least 0; other draws for others.
     """
-    return np.random.default_rng(list(seed)).integers(examples, size=(samples, examples))
+    return np.random.default_rng(list(seed)).integers(examples, size=(samples, max(1, examples - 1)))
 
 
 class Resampler:

@@ -36,9 +36,10 @@ def markdown(outcomes: Outcomes, summary: Summary, pictures: Sequence[Path] = ()
 def _what_was_asked(outcomes: Outcomes, summary: Summary) -> str:
     header, tasks = outcomes.headers[0], summary.tasks.values()
     examples = sum(task.examples for task in tasks)
+    length = "" if header["tokens"] is None else f" of at most {header['tokens']} tokens"  # a file's have any
     lines = [
-        f"{_count(sum(task.questions for task in tasks), 'question')} about {_count(examples, 'context')} of at most "
-        f"{header['tokens']} tokens, {_count(len(tasks), 'task')}. The questions are "
+        f"{_count(sum(task.questions for task in tasks), 'question')} about {_count(examples, 'context')}{length}, "
+        f"{_count(len(tasks), 'task')}. The questions are "
         + ("**seen** by what prunes." if header["query_aware"] else "not seen by what prunes.")
     ]
     beyond = [f"{name} ({task.full.score.value:.2f})" for name, task in summary.tasks.items() if not task.within_reach]

@@ -1,4 +1,8 @@
-"""Each head's mean training score, blind to the text: KVzip's context-independent mode (arXiv 2505.23416)."""
+"""Each head's mean training score, blind to the text.
+
+In the spirit of KVzip's context-independent mode (arXiv 2505.23416), which takes the largest score of each head and
+leaves a weak one sinks and recent tokens; here weak heads keep one token, as those of every other method may.
+"""
 
 from __future__ import annotations
 

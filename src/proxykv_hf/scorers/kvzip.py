@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InvalidInputError
-from ..reconstruction import CHUNK_TOKENS, PROMPTS, SINK_TOKENS, reconstruction_scores, repeat_inputs
+from ..reconstruction import CHUNK_TOKENS, PROMPTS, SINK_TOKENS, reconstruction_scores, repeat_length
 from .base import ScorerRun, ScoringRequest, WholeCache
 
 
@@ -56,8 +56,7 @@ class KVzipScorer:
         prompt = request.prompt
         for row, (start, stop) in enumerate(prompt.contexts):
             context_ids = prompt.row_ids(row)[start:stop]
-            repeats = repeat_inputs(tokenizer, context_ids, self.chunk_tokens, self.prompts)
-            longest = max(len(ids) for _, _, ids in repeats)
+            longest = repeat_length(tokenizer, context_ids, self.chunk_tokens, self.prompts)
             needed = prompt.next_positions[row] + longest
             if request.max_positions is not None and needed > request.max_positions:
                 raise InvalidInputError(

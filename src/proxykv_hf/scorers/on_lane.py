@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import InvalidInputError, ProxyKVWarning
 from ..lane import Job, Lane
+from ..reconstruction import repeat_length
 from .base import ScorerRun, ScoringRequest, WholeCache
 
 
@@ -27,6 +28,8 @@ class LaneScorer:
 
     name = "lane"
     observes = False
+    #: Whether the proxy repeats the context, at the positions after the prompt.
+    repeats = False
 
     def __init__(self, proxy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, threads: int | None) -> None:
         self.proxy = proxy
@@ -37,16 +40,18 @@ class LaneScorer:
         """Launch the proxy and return at once.
 
         Raises:
-            InvalidInputError: A prompt of embeddings, longer than the proxy's positions, or of another
-                tokenizer.
+            InvalidInputError: A prompt of embeddings, one that takes more positions than the proxy has, or of
+                another tokenizer.
         """
         prompt = request.prompt
         rows = [prompt.row_ids(row) for row in range(len(prompt.lengths))]
         config = self.proxy.config.get_text_config(decoder=True)
         limit = getattr(config, "max_position_embeddings", None)
-        if limit is not None and max(prompt.lengths) > limit:
+        needed = max(map(self._positions, rows, prompt.contexts))
+        if limit is not None and needed > limit:
             raise InvalidInputError(
-                f"expected at most {limit} tokens, the proxy's positions, got {max(prompt.lengths)}: use a scorer "
+                f"expected at most {limit} tokens, the proxy's positions, got {needed}"
+                f"{', those with which it repeats the context included' if self.repeats else ''}: use a scorer "
                 "without a proxy"
             )
         if self.tokenizer is not None and request.tokenizer is not None:
@@ -58,6 +63,12 @@ class LaneScorer:
                 "same tokenizer"
             )
         return _LaneRun(self, request, rows)
+
+    def _positions(self, input_ids: Tensor, context: tuple[int, int]) -> int:
+        """That one row takes."""
+        if not self.repeats or self.tokenizer is None:
+            return len(input_ids)
+        return len(input_ids) + repeat_length(self.tokenizer, input_ids[slice(*context)])
 
     def score_row(
         self,

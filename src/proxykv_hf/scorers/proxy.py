@@ -48,6 +48,7 @@ class ProxyScorer(LaneScorer):
             )
         super().__init__(proxy, tokenizer, threads)
         self.mapper = mapper
+        self.repeats = "reconstruction" in recipe.sources
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
         """Launch the proxy and return at once.

@@ -17,7 +17,7 @@ class SnapKVScorer:
     """Mean attention from an observation window, smoothed over neighbours, averaged over the group.
 
     Args:
-        window_tokens: Last queries of the prompt that vote; they score highest themselves.
+        window_tokens: Last queries of the prompt that vote; their own tokens score highest, the last one most.
         kernel_size: Tokens that the average pooling spans, odd.
     """
 
@@ -79,7 +79,9 @@ class _SnapKVRun(ScorerRun):
 def window_scores(
     query: Tensor, keys: Tensor, kernel_size: int, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """One layer's scores of one row, `[H, n]`, float32; infinity inside the window.
+    """One layer's scores of one row, `[H, n]`, float32: means of weights, so at most 1, and in the window 2 and more.
+
+    The window's rise with the position: where not even all of it is kept, it is the latest tokens that are.
 
     Args:
         query: `[Q, w, D]`, of the last w tokens.
@@ -95,4 +97,5 @@ def window_scores(
     votes = logits.masked_fill_(later, -math.inf).softmax(-1).mean(2)[..., : tokens - window]  # [H, G, n - w]
     if votes.shape[-1]:
         votes = F.avg_pool1d(votes, kernel_size, stride=1, padding=kernel_size // 2)
-    return F.pad(votes.mean(1), (0, window), value=math.inf)
+    own = 2 + torch.arange(window, dtype=votes.dtype, device=votes.device)
+    return torch.cat([votes.mean(1), own.expand(heads, -1)], dim=1)

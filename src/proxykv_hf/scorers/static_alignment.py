@@ -28,6 +28,7 @@ class StaticAlignmentScorer(LaneScorer):
     """
 
     name = "static_alignment"
+    repeats = True
 
     def __init__(
         self,

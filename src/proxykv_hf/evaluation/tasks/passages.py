@@ -55,7 +55,7 @@ def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Ex
         Question(
             f"\n\nThe following is an abstract of one paragraph.\n\n{abstracts[place]}\n\n"
             "Which paragraph is the abstract of?",
-            (f"Paragraph {place + 1}",),
+            (str(place + 1),),  # what follows the prefix
             "The abstract is of Paragraph",
             6,
         )
