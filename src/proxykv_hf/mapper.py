@@ -21,7 +21,7 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -268,11 +268,14 @@ class HybridAxialMapper(PreTrainedModel):
 
         Args:
             save_directory: The folder, made where missing.
-            args, kwargs: As transformers has them.
+            args, kwargs: As transformers has them, without ``push_to_hub``.
 
         Raises:
             OSError: They cannot be written, on a full disk say.
+            InvalidInputError: ``push_to_hub``.
         """
+        if kwargs.get("push_to_hub"):
+            self.push_to_hub()
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".mapper-", dir=folder) as fresh:
@@ -282,6 +285,17 @@ class HybridAxialMapper(PreTrainedModel):
                 raise OSError(f"the mapper cannot be written into {folder}: {error}") from error
             for path in Path(fresh).iterdir():
                 os.replace(path, folder / path.name)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a mapper alone does not know its card, and would get a template for one.
+
+        Raises:
+            InvalidInputError: Always, naming ``proxykv push``.
+        """
+        raise InvalidInputError(
+            "a mapper goes to the Hub with its card, which lies beside it and not in it: save it into a folder with "
+            "its README.md, as `proxykv train` does, and run `proxykv push FOLDER --repo ID`"
+        )
 
     def resize_target_heads(self, geometry: ModelGeometry) -> None:
         """Change to another target by new queries alone; everything else is kept and frozen.
