@@ -286,7 +286,7 @@ class HybridAxialMapper(PreTrainedModel):
             for path in Path(fresh).iterdir():
                 os.replace(path, folder / path.name)
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         """Refused: a mapper alone does not know its card, and would get a template for one.
 
         Raises:

@@ -102,13 +102,15 @@ def load_mapper(source: str | Path, revision: str | None = None) -> HybridAxialM
             raise InvalidInputError(f"expected a mapper, but {source} holds a {config.get('model_type')}")
         if not config:
             raise OSError("there is no config.json")
-        mapper, loading = HybridAxialMapper.from_pretrained(
+        loaded: Any = HybridAxialMapper.from_pretrained(
             source,
             revision=revision or "main",
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # told below, together with what transformers would only log
             output_loading_info=True,
         )
+        mapper: HybridAxialMapper = loaded[0]
+        loading: dict[str, Any] = loaded[1]
         for part in ("proxy", "feature_recipe"):  # not read till they are needed
             getattr(mapper.config, part)
     except ProxyKVError:
