@@ -33,17 +33,15 @@ from proxykv_hf import FeatureRecipe, HybridAxialMapper, HybridAxialMapperConfig
 from proxykv_hf.commands.models import DTYPES, resolve
 from proxykv_hf.features import SOURCES
 from proxykv_hf.pretrained import load_first_layers
-from proxykv_hf.reconstruction import RECIPE
 from proxykv_hf.training.checkpoints import Checkpoints, Epoch
 from proxykv_hf.training.config import TrainingConfig
-from proxykv_hf.training.dataset import FeatureDataset, TrainingDocument, places_of, split
+from proxykv_hf.training.dataset import FeatureDataset, TrainingDocument, places_of, split, taught_shards
 from proxykv_hf.training.feature_cache import FeatureMaker, make_features, missing_features
 from proxykv_hf.training.loop import make_accelerator, train
 from proxykv_hf.training.losses import WEIGHTS
 from proxykv_hf.training.metrics import RATIOS, gain, mean_agreement, mean_metrics, measure, prior_scores
 from proxykv_hf.training.prepare import start_mapper
 from proxykv_hf.training.ridge import Ridge, Statistics
-from proxykv_hf.training.shards import Shard, checked_shards
 
 CONFIG = Path(__file__).resolve().parents[1] / "examples" / "train_qwen2.5-coder.toml"
 #: Numbers of proxy layers on the curve, besides the run's own and all.
@@ -176,7 +174,7 @@ class Teacher:
 
     Args:
         config: The run.
-        limit: Of the training documents only the first so many, by folder and name; None for all.
+        limit: Of the training documents only the first so many, in the order of the folders; None for all.
         dtype: That the proxy computes in.
     """
 
@@ -187,12 +185,7 @@ class Teacher:
         self.proxy_folder = resolve(config.proxy or config.target)
         self.proxy: PreTrainedConfig = AutoConfig.from_pretrained(self.proxy_folder)
         self.depth = ModelGeometry.from_config(self.proxy).num_layers
-        self.shards: list[Shard] = []
-        for folder in config.teacher:
-            weights = self.shards[0].identity["target"]["weights"] if self.shards else None
-            self.shards += checked_shards(
-                Path(folder).expanduser(), geometry=self.geometry, weights=weights, score_recipe=RECIPE
-            )
+        self.shards = taught_shards(config.teacher, self.geometry)
         hidden = {layer for layers in curve(self.depth) for layer in spread(layers)} | set(
             config.features.hidden_layers
         )

@@ -106,9 +106,11 @@ def run_twin(arguments: argparse.Namespace) -> None:
 
 
 def run_teacher(arguments: argparse.Namespace) -> None:
+    files = sorted(arguments.scores.glob("*.safetensors"))[: arguments.documents]
+    if not files:
+        sys.exit(f"--scores: expected a folder of safetensors files to compare with, found none in {arguments.scores}")
     model, tokenizer = load(arguments.target)
     lowest = 1.0
-    files = sorted(arguments.scores.glob("*.safetensors"))[: arguments.documents]
     for path in tqdm(files, desc="documents"):
         with safe_open(path, framework="pt") as file:
             ids, theirs = file.get_tensor("input_ids").long(), file.get_tensor("scores")

@@ -23,20 +23,30 @@ from models import MODELS, load
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from proxykv_hf import ModelGeometry, ProxyKVError
+from proxykv_hf import InvalidInputError, ModelGeometry, ProxyKVError
 from proxykv_hf.geometry import weights_fingerprint
-from proxykv_hf.reconstruction import RECIPE
+from proxykv_hf.training.dataset import taught_shards
 from proxykv_hf.training.hidden_state import agreement, train
 from proxykv_hf.training.metrics import describe
-from proxykv_hf.training.shards import ScoredDocument, load_shards
+from proxykv_hf.training.shards import ScoredDocument, Shard, read_entries, read_shard
 
 
-def documents(folders: list[Path], model: PreTrainedModel, split: str) -> Iterator[ScoredDocument]:
-    """Those of one side, checked to be the target's."""
-    geometry, weights = ModelGeometry.from_config(model.config), weights_fingerprint(model)
-    for folder in folders:
-        shards = load_shards(folder.expanduser(), geometry=geometry, weights=weights, score_recipe=RECIPE)
-        yield from tqdm((document for document in shards if document.split == split), desc=f"{folder.name}, {split}")
+def shards_of(folders: list[Path], model: PreTrainedModel) -> list[Shard]:
+    """Those of all folders, checked to be the target's, and to hold documents of both sides."""
+    shards = taught_shards(folders, ModelGeometry.from_config(model.config), weights_fingerprint(model))
+    sides = {entry["split"] for shard in shards for entry in read_entries(shard.path, shard.identity).values()}
+    if missing := {"train", "held_out"} - sides:
+        raise InvalidInputError(
+            f"expected documents to train on and held-out ones, found none that are {' or '.join(sorted(missing))}: "
+            f"run `proxykv teacher --split {missing.pop()}` and give its folder too"
+        )
+    return shards
+
+
+def documents(shards: list[Shard], split: str) -> Iterator[ScoredDocument]:
+    """Those of one side."""
+    found = (document for shard in shards for document in read_shard(shard.path, shard.identity))
+    yield from tqdm((document for document in found if document.split == split), desc=split)
 
 
 def main() -> None:
@@ -50,11 +60,12 @@ def main() -> None:
     target_id = MODELS[arguments.target].hub_id
     started = time.perf_counter()
     try:
-        heads = train(model, documents(arguments.teacher, model, "train"), target_id=target_id)
+        shards = shards_of(arguments.teacher, model)
+        heads = train(model, documents(shards, "train"), target_id=target_id)
         heads.save_pretrained(arguments.out)
         seconds = time.perf_counter() - started
         print(f"{heads.training['summary']}; {seconds:.0f} s; strengths {heads.training['strengths']}", flush=True)
-        found = agreement(model, heads, documents(arguments.teacher, model, "held_out"))
+        found = agreement(model, heads, documents(shards, "held_out"))
     except ProxyKVError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(describe(found))

@@ -6,6 +6,7 @@ import subprocess
 
 import comparing
 import hidden_facts
+import oracle_check
 import pytest
 import torch
 import training_text
@@ -146,3 +147,9 @@ def test_texts_that_cannot_be_had_are_told_in_plain_words(texts, monkeypatch, ca
     assert "Left out git-docs: apt-get and dpkg" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="at least one text"):
         training_text.fetch_all(["git-docs"])
+
+
+def test_the_oracles_check_without_scores_to_compare_with_is_no_success(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["x", "teacher", "--scores", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit, match="expected a folder of safetensors files to compare with, found none in"):
+        oracle_check.main()

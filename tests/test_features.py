@@ -62,6 +62,20 @@ def test_attention_features_equal_whole_matrices(tokens, group, block, monkeypat
     torch.testing.assert_close(ours, attention_twin(model, ids), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+def test_layers_with_a_sliding_window_see_no_further(kind, monkeypatch):
+    monkeypatch.setattr(logits, "IN_CACHE", 23 * 2 * 60)
+    model = tiny_model(kind, 2, layers=4, attention="eager" if kind == "gemma2" else None)
+    ids = random_ids(1, 60)
+    recipe = FeatureRecipe(("attention", "hidden", "reconstruction"), 4, (1, 2, 3))
+    ours = proxy_features(model.model, ids[0], recipe, tokenizer=TOKENIZER)
+    scores = kvzip_twin(model, ids[0].tolist(), (0, 60), 2048)
+    scores[::2] = 0  # the sliding layers are not scored
+    hidden = hidden_twin(model, ids, (1, 2, 3))
+    expected = torch.cat([attention_twin(model, ids), hidden, log_scale(scores.flatten(0, 1))])
+    torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
+
+
 def test_sources_combine_in_their_order():
     model = tiny_model("qwen3", 2, layers=4)
     ids = random_ids(1, 40)
@@ -125,6 +139,7 @@ def test_passes_over_one_proxy_at_once_do_not_mix():
         ((("attention",), 0), "proxy_layers: expected at least 1, got 0"),
         ((("hidden",), 3), "hidden_layers: expected with the source"),
         ((("attention",), 3, (1,)), "hidden_layers: expected with the source"),
+        ((("hidden",), 3, (1, 2, 1)), r"hidden_layers: expected each layer once, got \(1, 2, 1\)"),
         ((("hidden",), 3, (4,)), r"expected 1 to 3 \(proxy_layers\), got \(4,\)"),
     ],
 )

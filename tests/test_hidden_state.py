@@ -295,6 +295,15 @@ def test_the_script_trains_and_says_how_well(home, target, tmp_path, monkeypatch
     assert found["held_out"] == pytest.approx(agreement(target, heads, apart))
 
 
+def test_the_script_refuses_shards_of_one_side_before_it_trains(home, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_hidden_state, "load", lambda name, dtype: (target, None))
+    argv = ["x", "--target", "smollm2-135m", "--teacher", str(home / "teacher"), "--out", str(tmp_path / "heads")]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit, match="found none that are held_out: run `proxykv teacher --split held_out`"):
+        train_hidden_state.main()
+    assert not (tmp_path / "heads").exists()
+
+
 def test_the_script_refuses_another_targets_shards(home, tmp_path, monkeypatch):
     monkeypatch.setattr(train_hidden_state, "load", lambda name, dtype: (tiny_model("llama", 2, layers=4), None))
     argv = ["x", "--target", "smollm2-135m", "--teacher", str(home / "teacher"), "--out", str(tmp_path / "heads")]

@@ -10,11 +10,15 @@ from pathlib import Path
 import mapper_scaling
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
+from transformers import modeling_utils
 
 from proxykv_hf import GeometryError, InvalidInputError, ModelGeometry, ProxyKVWarning, mapper
 from proxykv_hf.features import FeatureRecipe
 from proxykv_hf.mapper import HybridAxialMapper, HybridAxialMapperConfig
+from proxykv_hf.pretrained import load_mapper
 
 SHIPPED = Path(__file__).resolve().parents[1] / "mappers" / "qwen2.5-coder"
 FULL = ModelGeometry(3, 2, 4, 16, (None, None, None))
@@ -130,7 +134,7 @@ def test_windows_equal_one_window_away_from_seams():
     torch.testing.assert_close(windowed, monolith, atol=1e-2, rtol=0)
     assert (windowed - monolith).abs().max() > 0  # the windows were there
     short = features[..., :512]
-    whole = model(short) if model.config.window == 512 else _at_wavelengths(model, short, 512)
+    whole = _at_wavelengths(model, short, 512)
     model.config.window = 512
     torch.testing.assert_close(model(short), whole, atol=0, rtol=0)
 
@@ -224,6 +228,63 @@ def test_saved_and_loaded_it_says_the_same(tmp_path):
     assert loaded.config.target == MIXED
 
 
+def test_a_full_disk_leaves_the_mapper_that_was_there(tmp_path, monkeypatch):
+    random_mapper().save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(tensors, path, **arguments):
+        Path(path).write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", full)
+    with pytest.raises(OSError, match=rf"the mapper cannot be written into {tmp_path}: .*No space left on device"):
+        random_mapper(MIXED).save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def _config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        data = json.loads(path.read_text())
+        path.write_text(json.dumps(data | {name: data[name] | value for name, value in changes.items()}))
+
+    return change
+
+
+def _weights(change):
+    def changed(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return changed
+
+
+def _cut(size):
+    return lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:size])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_cut(0), "is damaged"),
+        (_cut(-100), "is damaged"),
+        (_weights(lambda tensors: (tensors.pop("prior"), tensors.pop("heads.bias"))), r"missing: heads\.bias, prior"),
+        (_weights(lambda tensors: tensors.update(more=torch.zeros(1))), "unknown: more"),
+        (_config(target_geometry={"sliding_windows": [None, 8, None]}), r"of another size: heads\.bias, heads\.linear"),
+        (_config(target_geometry={"extra": 1}), r"is damaged \(.*extra"),
+        (_config(proxy_geometry={"extra": 1}), r"is damaged \(.*extra"),
+        (_config(features={"extra": 1}), r"is damaged \(.*extra"),
+    ],
+)
+def test_a_damaged_mapper_is_refused(tmp_path, damage, message):
+    random_mapper().save_pretrained(tmp_path)
+    load_mapper(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(InvalidInputError, match=message):
+        load_mapper(tmp_path)
+
+
 def test_a_config_survives_json(tmp_path):
     before = config(MIXED)
     before.save_pretrained(tmp_path)
@@ -296,6 +357,7 @@ def test_a_wrong_prior_says_what_is_wrong():
         ({"overlap": 17}, r"overlap: expected 0 to 16 \(half of window\), got 17"),
         ({"dropout": 1.0}, "dropout"),
         ({"head_tokens": 0}, "head_tokens: expected at least 1, got 0"),
+        ({"encoder_layers": -1}, "encoder_layers: expected at least 0, got -1"),
     ],
 )
 def test_wrong_sizes_say_what_is_wrong(sizes, message):

@@ -96,6 +96,7 @@ LEVELS = {
         "evaluation.tasks.tracking",
         "commands.bench",
         "commands.generate",
+        "commands.push",
         "commands.report",
         "commands.teacher",
     ],

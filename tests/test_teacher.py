@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -205,6 +206,39 @@ def test_a_manifest_that_is_none(copied, tmp_path):
         load_shards(copied)
 
 
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("target", "x"),
+        ("target", {"id": "tiny", "weights": "x", "dtype": None}),
+        ("corpus", None),
+        ("shards", {}),
+        ("shards", ["shard-00000.safetensors"]),
+        ("shards", [{"file": "shard-00000.safetensors"}]),
+    ],
+)
+def test_a_manifest_that_is_damaged_inside(copied, part, value):
+    manifest = json.loads((copied / "manifest.json").read_text())
+    (copied / "manifest.json").write_text(json.dumps(manifest | {part: value}))
+    with pytest.raises(ShardError, match=rf"manifest\.json is damaged in {part}: delete it and run the teacher again"):
+        load_shards(copied)
+
+
+@pytest.mark.parametrize("when", ["read_shard", "_sha256"])
+def test_a_shard_that_another_process_grows_is_left_out(whole, copied, monkeypatch, when):
+    """It takes its shard away while this one still looks at another."""
+    manifest = json.loads((whole / "manifest.json").read_text())
+    look = getattr(shards, when)
+
+    def slow(path, *arguments):
+        (copied / "shard-00002.safetensors").unlink(missing_ok=True)
+        return look(path, *arguments)
+
+    monkeypatch.setattr(shards, when, slow)
+    shards.ShardFolder(copied, {key: value for key, value in manifest.items() if key not in ("shards", "format")})
+    assert json.loads((copied / "manifest.json").read_text()) == manifest | {"shards": manifest["shards"][:2]}
+
+
 def test_what_does_not_match_is_refused_by_naming_the_difference(model, corpus, whole, copied):
     other = tiny_model("llama", 3)
     with pytest.raises(ShardError, match=r"target\.geometry\.num_attention_heads: expected 6, got 4"):
@@ -255,11 +289,12 @@ def test_documents_that_have_no_room_are_refused_before_any_work(model, corpus, 
     assert not list(tmp_path.iterdir())
 
 
-def write_foreign(path, tokens=12, prefix=PREFIX, heads=2, **metadata):
+def write_foreign(path, tokens=12, prefix=PREFIX, heads=2, score=0.5, **metadata):
     tensors = {
         "input_ids": torch.tensor([*prefix, *range(10, 10 + tokens)], dtype=torch.int32),
         "scores": torch.rand(3, heads, tokens).half(),
     }
+    tensors["scores"][0, 0, 0] = score
     defaults = {"kind": "prose", "recipe": RECIPE, "prefix_tokens": str(len(prefix)), "seed": "1"}
     save_file(tensors, path, metadata=defaults | metadata)
 
@@ -299,6 +334,16 @@ def test_scores_of_another_target_are_not_imported(model, tmp_path, wrong, messa
         import_folder(tmp_path, model, TOKENIZER, tmp_path / "out", target_id="tiny", progress=False)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.5])
+def test_numbers_that_are_no_scores_are_not_imported(model, tmp_path, value):
+    write_foreign(tmp_path / "a.safetensors")
+    write_foreign(tmp_path / "doc.safetensors", score=value)
+    with pytest.raises(
+        ShardError, match=r"doc\.safetensors: expected scores from 0 to 1, as attention weights are, got"
+    ):
+        import_folder(tmp_path, model, TOKENIZER, tmp_path / "out", target_id="tiny", progress=False)
+
+
 def test_what_cannot_be_imported(model, tmp_path):
     with pytest.raises(InvalidInputError, match="found none in"):
         import_folder(tmp_path, model, TOKENIZER, tmp_path / "out", target_id="tiny", progress=False)
@@ -324,6 +369,8 @@ def test_the_command_line_scores_imports_and_refuses(model, corpus, whole, tmp_p
     assert "corpus.split: expected 'held_out', got 'train'" in capsys.readouterr().err
     assert cli.main([*common, "--import", str(tmp_path / "empty")]) == 2
     assert "files to import, found none" in capsys.readouterr().err
+    assert cli.main([*common, "--import", str(tmp_path / "empty"), "--documents", "9", "--seed", "0"]) == 2
+    assert "--documents, --seed: expected only with --text" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main([*common, *texts, "--import", str(tmp_path)])
     assert "not allowed with argument --text" in capsys.readouterr().err

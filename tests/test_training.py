@@ -23,12 +23,12 @@ from proxykv_hf.pretrained import first_layers
 from proxykv_hf.training import checkpoints, dataset, feature_cache, loop
 from proxykv_hf.training.checkpoints import Checkpoints
 from proxykv_hf.training.config import TrainingConfig
-from proxykv_hf.training.dataset import FeatureDataset, Place, places_of, split
+from proxykv_hf.training.dataset import FeatureDataset, Place, places_of, split, taught_shards
 from proxykv_hf.training.feature_cache import FeatureMaker, make_features, missing_features
 from proxykv_hf.training.losses import HybridLoss
 from proxykv_hf.training.prepare import Source, new_mapper, prepare
 from proxykv_hf.training.ridge import Statistics
-from proxykv_hf.training.shards import checked_shards, load_shards
+from proxykv_hf.training.shards import ShardFolder, checked_shards, load_shards, read_manifest
 
 RECIPE = FeatureRecipe(("attention", "hidden"), 2, (1, 2))
 
@@ -166,9 +166,13 @@ def place(name, side="train"):
 
 def test_held_out_are_those_that_say_so_or_every_fifth():
     names = [f"d{number:02d}" for number in range(12)]
-    training, held_out = split([place(name) for name in reversed(names)])
+    training, held_out = split([place(name) for name in names])
     assert [entry.name for entry in held_out] == ["d00", "d05", "d10"]
     assert [entry.name for entry in training] == [name for name in names if name not in ("d00", "d05", "d10")]
+    training, held_out = split(
+        [place(name) for name in reversed(names)]
+    )  # in the order given, whatever they are called
+    assert [entry.name for entry in held_out] == ["d11", "d06", "d01"]
     training, held_out = split([*(place(name) for name in names), place("x", "held_out")])
     assert [entry.name for entry in held_out] == ["x"]
     assert len(training) == 12
@@ -176,6 +180,43 @@ def test_held_out_are_those_that_say_so_or_every_fifth():
         split([place(name, "held_out") for name in names])
     with pytest.raises(InvalidInputError, match="at least 5 documents"):
         split([place(name) for name in names[:4]])
+
+
+def part_of(home, folder, documents):
+    """A folder of shards that holds some of the teacher's documents."""
+    manifest = read_manifest(home / "teacher")
+    shards = ShardFolder(folder, {key: value for key, value in manifest.items() if key not in ("shards", "format")})
+    shards.keep(0, list(load_shards(home / "teacher"))[documents])
+    shards.finish(0)
+    return folder
+
+
+def test_where_folders_lie_decides_nothing_and_their_order_is_known(home, tmp_path):
+    first, second = part_of(home, tmp_path / "a", slice(6)), part_of(home, tmp_path / "b", slice(6, None))
+
+    def read(*folders):
+        config = settings(home, "", tmp_path / "out", teacher=[str(folder) for folder in folders])
+        ready, _ = prepared(TrainingConfig.from_dict(config))
+        sides = [[side[index].scores for index in range(len(side))] for side in (ready.training, ready.held_out)]
+        return ready.identity, sides
+
+    identity, sides = read(first, second)
+    assert list(map(len, sides)) == [8, 3]
+    again, other_sides = read(first.rename(tmp_path / "z"), second.rename(tmp_path / "y"))
+    assert again == identity
+    for ours, theirs in zip(sides, other_sides, strict=True):
+        assert all(torch.equal(*each) for each in zip(ours, theirs, strict=True))
+    assert read(tmp_path / "y", tmp_path / "z")[0] != identity  # other documents would be held out
+
+
+def test_a_document_in_two_folders_is_refused(home, teacher, tmp_path):
+    geometry = ModelGeometry.from_config(tiny_model("llama", 2).config)
+    first, second = part_of(home, tmp_path / "a", slice(6)), part_of(home, tmp_path / "b", slice(5, None))
+    with pytest.raises(InvalidInputError, match=r"but 1 of .*/b are in .*/a too: leave one of these folders out"):
+        taught_shards([first, second], geometry)
+    (tmp_path / "link").symlink_to(teacher)
+    with pytest.raises(InvalidInputError, match=rf"but {DOCUMENTS} of .*/link are in .*/teacher too"):
+        taught_shards([teacher, tmp_path / "link"], geometry)
 
 
 # The loop.

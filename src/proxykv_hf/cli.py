@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from . import __version__
 from .errors import ProxyKVError
 
-COMMANDS = ("generate", "teacher", "train", "evaluate", "report", "kept", "bench")
+COMMANDS = ("generate", "teacher", "train", "evaluate", "report", "kept", "bench", "push")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

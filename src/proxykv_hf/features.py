@@ -48,7 +48,7 @@ class FeatureRecipe:
     Args:
         sources: Some of ``SOURCES``, in any order.
         proxy_layers: The first so many of the proxy's layers are run.
-        hidden_layers: For ``hidden``: the states after so many layers, each 1 to ``proxy_layers``.
+        hidden_layers: For ``hidden``: the states after so many layers, each 1 to ``proxy_layers`` and there once.
 
     Raises:
         InvalidInputError: On construction, naming the argument.
@@ -65,6 +65,8 @@ class FeatureRecipe:
             raise InvalidInputError(f"proxy_layers: expected at least 1, got {self.proxy_layers}")
         if ("hidden" in self.sources) != bool(self.hidden_layers):
             raise InvalidInputError("hidden_layers: expected with the source 'hidden', and only with it")
+        if len(set(self.hidden_layers)) < len(self.hidden_layers):
+            raise InvalidInputError(f"hidden_layers: expected each layer once, got {self.hidden_layers!r}")
         if not all(1 <= layer <= self.proxy_layers for layer in self.hidden_layers):
             raise InvalidInputError(
                 f"hidden_layers: expected 1 to {self.proxy_layers} (proxy_layers), got {self.hidden_layers!r}"
@@ -109,7 +111,7 @@ def proxy_features(
     """Features of one row.
 
     Args:
-        proxy: A decoder without language-model head, of ``recipe.proxy_layers`` full-attention layers.
+        proxy: A decoder without language-model head, of ``recipe.proxy_layers`` layers.
         input_ids: `[n]`.
         recipe: What to extract.
         context: ``(start, stop)``, what ``reconstruction`` repeats; all by default.
@@ -147,7 +149,8 @@ def proxy_features(
     ids = input_ids.to(proxy.device)[None]
     keeps = "reconstruction" in recipe.sources
     places = room["attention"].chunk(recipe.proxy_layers) if "attention" in room else [None] * recipe.proxy_layers
-    layers: list[Any] = [_FeatureLayer(place, keeps) for place in places]
+    windows = ModelGeometry.from_config(proxy.config).sliding_windows
+    layers: list[Any] = [_FeatureLayer(*each, keeps) for each in zip(places, windows, strict=True)]
     handles = [layer.register_forward_hook(after(index + 1)) for index, layer in enumerate(decoder_layers(proxy))]
     try:
         with attention.Lease(proxy):
@@ -174,13 +177,14 @@ class _FeatureLayer(DynamicLayer):
 
     Args:
         place: `[3 * Q, n]`, where the attention's features go, or None.
+        window: Of a sliding-window layer, or None.
         keeps_states: Whether K and V are wanted later.
     """
 
     is_initialized = True
 
-    def __init__(self, place: Tensor | None, keeps_states: bool) -> None:
-        self.place, self.keeps_states = place, keeps_states
+    def __init__(self, place: Tensor | None, window: int | None, keeps_states: bool) -> None:
+        self.place, self.window, self.keeps_states = place, window, keeps_states
         self.states: tuple[Tensor, Tensor] | None = None
         self.bytes = 0
         """Of the layer's K and V."""
@@ -210,13 +214,15 @@ class _FeatureLayer(DynamicLayer):
         **kwargs: Any,
     ) -> attention.AttentionOutput:
         assert self.place is not None
-        features, output = received_attention(query[0], key[0], value[0], kwargs.get("scaling"), kwargs.get("softcap"))
+        features, output = received_attention(
+            query[0], key[0], value[0], kwargs.get("scaling"), kwargs.get("softcap"), self.window
+        )
         self.place.copy_(features)
         return output.transpose(0, 1)[None].contiguous(), None
 
 
 def received_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """What each token receives from later ones outside its neighbourhood, and causal attention's own output.
 
@@ -229,6 +235,7 @@ def received_attention(
         value: `[H, n, Dv]`.
         scaling: See `logits.scaled_logits`.
         softcap: The same.
+        window: See `logits.causal_weights`.
 
     Returns: features `[3 * Q, n]`, float32, log scale; and the output `[Q, n, Dv]`.
     """
@@ -237,7 +244,7 @@ def received_attention(
     largest, total, last = (query.new_zeros((heads, group, tokens), dtype=torch.float32) for _ in range(3))
     output = query.new_empty(heads, group, tokens, value.shape[2])
     places = torch.arange(tokens, device=query.device)
-    for head, start, stop, weights in causal_weights(query, key, scaling, softcap):
+    for head, start, stop, weights in causal_weights(query, key, scaling, softcap, window):
         output[head, :, start:stop] = (weights.flatten(0, 1).to(value.dtype) @ value[head, :stop]).unflatten(
             0, (group, -1)
         )

@@ -1,9 +1,8 @@
-"""What of a model decides the shape of its KV cache, read from its config, and two fingerprints."""
+"""What of a model decides the shape of its KV cache, read from its config, and a fingerprint of its weights."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -100,10 +99,6 @@ class ModelGeometry:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelGeometry:
         return cls(**{**data, "sliding_windows": tuple(data["sliding_windows"])})
-
-    def fingerprint(self) -> str:
-        """SHA-256 of the geometry, 16 hex digits."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:

@@ -33,7 +33,7 @@ def logits(query: Tensor, key: Tensor, softcap: float | None) -> Tensor:
 
 
 def causal_weights(
-    query: Tensor, key: Tensor, scaling: float | None, softcap: float | None
+    query: Tensor, key: Tensor, scaling: float | None, softcap: float | None, window: int | None = None
 ) -> Iterator[tuple[int, int, int, Tensor]]:
     """Causal attention's weights, block by block: never an N x N tensor.
 
@@ -42,6 +42,7 @@ def causal_weights(
         key: `[H, N, D]`.
         scaling: See `scaled_logits`.
         softcap: The same.
+        window: Of a sliding-window layer: a query sees so many last keys, its own token's among them.
 
     Yields: a KV head, ``start`` and ``stop``, and the weights `[G, stop - start, stop]`, float32, that the queries of
         the tokens ``start`` to ``stop`` give to the keys up to there, for each query head of the group.
@@ -57,4 +58,6 @@ def causal_weights(
             rows = grouped[head, :, start - first : stop - first]  # [G, m, D]
             logits = scaled_logits(rows.flatten(0, 1), key[head, :stop], scaling, softcap).unflatten(0, (group, -1))
             logits[:, :, start:].masked_fill_(places[start:stop] > places[start:stop, None], -math.inf)
+            if window is not None:
+                logits.masked_fill_(places[:stop] <= places[start:stop, None] - window, -math.inf)
             yield head, start, stop, logits.softmax(-1)

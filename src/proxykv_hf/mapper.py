@@ -17,10 +17,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -93,6 +97,7 @@ class HybridAxialMapperConfig(PreTrainedConfig):
         unit, half = 2 * max(self.encoder_heads, 1), self.window // 2
         rules = {name: (getattr(self, name) >= 1, "at least 1") for name in SIZES}
         rules |= {
+            "encoder_layers": (self.encoder_layers >= 0, "at least 0"),
             "kernel_size": (self.kernel_size % 2 == 1 and self.kernel_size > 0, "an odd number"),
             "width": (self.width % unit == 0 and self.width > 0, f"a multiple of {unit} (twice encoder_heads)"),
             "overlap": (0 <= self.overlap <= half, f"0 to {half} (half of window)"),
@@ -257,6 +262,40 @@ class HybridAxialMapper(PreTrainedModel):
         """Standardise by the training data's mean and deviation, `[C]` each."""
         self.channel_mean.copy_(mean)
         self.channel_std.copy_(std.clamp(min=1e-4))
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Write ``config.json`` and ``model.safetensors``; each file appears whole or stays what it was.
+
+        Args:
+            save_directory: The folder, made where missing.
+            args, kwargs: As transformers has them, without ``push_to_hub``.
+
+        Raises:
+            OSError: They cannot be written, on a full disk say.
+            InvalidInputError: ``push_to_hub``.
+        """
+        if kwargs.get("push_to_hub"):
+            self.push_to_hub()
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".mapper-", dir=folder) as fresh:
+            try:
+                super().save_pretrained(fresh, *args, **kwargs)
+            except SafetensorError as error:  # what safetensors makes of the system's errors
+                raise OSError(f"the mapper cannot be written into {folder}: {error}") from error
+            for path in Path(fresh).iterdir():
+                os.replace(path, folder / path.name)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        """Refused: a mapper alone does not know its card, and would get a template for one.
+
+        Raises:
+            InvalidInputError: Always, naming ``proxykv push``.
+        """
+        raise InvalidInputError(
+            "a mapper goes to the Hub with its card, which lies beside it and not in it: save it into a folder with "
+            "its README.md, as `proxykv train` does, and run `proxykv push FOLDER --repo ID`"
+        )
 
     def resize_target_heads(self, geometry: ModelGeometry) -> None:
         """Change to another target by new queries alone; everything else is kept and frozen.

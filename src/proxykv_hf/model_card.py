@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -112,6 +113,11 @@ def mapper_card(
         base_model=None if config.target_id is None else [config.target_id],
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+
+
+def card_on_hub(card: str, repo: str) -> str:
+    """A card whose example takes the mapper from the Hub, wherever it lay when the card was written."""
+    return re.sub(r'(from_pretrained\(\s*)"[^"]*"', lambda found: f'{found[1]}"{repo}"', card)
 
 
 def operations_per_token(mapper: HybridAxialMapper) -> float:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -20,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from .errors import InvalidInputError, ProxyKVWarning
+from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning
 from .geometry import ModelGeometry, weights_fingerprint
 from .lane import usable_device
 from .mapper import HybridAxialMapper
@@ -56,7 +57,7 @@ def load_proxy_scorer(
             compute on ``device``.
         GeometryError: The mapper was made for another target or proxy.
 
-    Other weights of the same geometry than those it was trained with, another quantization say, are
+    Other weights of the same geometry than those it was trained with, another quantization or dtype say, are
     a `ProxyKVWarning`.
     """
     device = target.device if device is None else usable_device(device)
@@ -81,7 +82,7 @@ def load_proxy_scorer(
         if expected is not None and weights_fingerprint(model) != expected:
             warnings.warn(
                 f"the mapper was trained with other weights of the {what} (another fine-tune or quantization of the "
-                "same geometry): it keeps a little less well",
+                f"same geometry, or the same weights in another dtype than {model.dtype}): it keeps a little less well",
                 ProxyKVWarning,
                 stacklevel=3,
             )
@@ -92,7 +93,8 @@ def load_mapper(source: str | Path, revision: str | None = None) -> HybridAxialM
     """A mapper from a folder or the Hub, from safetensors only.
 
     Raises:
-        InvalidInputError: There is no mapper, or none in safetensors.
+        InvalidInputError: There is no mapper, none in safetensors, or one that is damaged: a file cut short, or
+            weights and a config that do not belong together.
     """
     try:
         config = PreTrainedConfig.get_config_dict(source, revision=revision)[0]
@@ -100,12 +102,39 @@ def load_mapper(source: str | Path, revision: str | None = None) -> HybridAxialM
             raise InvalidInputError(f"expected a mapper, but {source} holds a {config.get('model_type')}")
         if not config:
             raise OSError("there is no config.json")
-        return HybridAxialMapper.from_pretrained(source, revision=revision or "main", use_safetensors=True)
+        loaded: Any = HybridAxialMapper.from_pretrained(
+            source,
+            revision=revision or "main",
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # told below, together with what transformers would only log
+            output_loading_info=True,
+        )
+        mapper: HybridAxialMapper = loaded[0]
+        loading: dict[str, Any] = loaded[1]
+        for part in ("proxy", "feature_recipe"):  # not read till they are needed
+            getattr(mapper.config, part)
+    except ProxyKVError:
+        raise
     except OSError as error:
         raise InvalidInputError(
             f"expected a folder or Hub id that holds a mapper (config.json and model.safetensors), got {source}: "
             f"{str(error).splitlines()[0]}"
         ) from error
+    except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"expected a mapper, but that in {source} is damaged ({error}): fetch it again"
+        ) from error
+    wrong = {
+        "missing": loading["missing_keys"],
+        "unknown": loading["unexpected_keys"],
+        "of another size": [name for name, *_ in loading["mismatched_keys"]],
+    }
+    if told := "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in wrong.items() if names):
+        raise InvalidInputError(
+            f"expected the weights that config.json asks for in {source}, but there are others ({told}): fetch both "
+            "files again"
+        )
+    return mapper
 
 
 def _cut(config: PreTrainedConfig, layers: int) -> Any:

@@ -14,6 +14,9 @@ from ..training.corpus import Corpus
 from ..training.teacher import import_folder, score_corpus
 from .models import DTYPES, add_target, device_and_dtype, load, public_name
 
+#: Options that say which documents are made of text, and their defaults.
+OF_TEXT: dict[str, Any] = {"documents": 256, "tokens": (256, 2048), "seed": 0}
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
@@ -38,16 +41,15 @@ def add_parser(commands: Any) -> None:
         metavar="FOLDER",
         help="instead: scores made elsewhere, one safetensors file a document, to be turned into shards",
     )
-    parser.add_argument("--documents", type=int, default=256, help="how many (default: 256)")
+    parser.add_argument("--documents", type=int, help="how many (default: 256)")
     parser.add_argument(
         "--tokens",
         type=int,
         nargs=2,
-        default=(256, 2048),
         metavar=("LEAST", "GREATEST"),
         help="length of a document (default: 256 2048)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="other documents for every seed")
+    parser.add_argument("--seed", type=int, help="other documents for every seed (default: 0)")
     parser.add_argument(
         "--split",
         choices=("train", "held_out"),
@@ -61,10 +63,17 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     corpus = None
+    given = {name: value for name in OF_TEXT if (value := getattr(arguments, name)) is not None}
     if arguments.text is not None:
-        if arguments.documents < 1:
-            raise InvalidInputError(f"--documents: expected at least 1, got {arguments.documents}")
-        corpus = Corpus(arguments.text, split=arguments.split, seed=arguments.seed, tokens=tuple(arguments.tokens))
+        chosen = OF_TEXT | given
+        documents: int = chosen.pop("documents")
+        if documents < 1:
+            raise InvalidInputError(f"--documents: expected at least 1, got {documents}")
+        corpus = Corpus(arguments.text, split=arguments.split, **chosen)
+    elif given:
+        raise InvalidInputError(
+            f"{', '.join(f'--{name}' for name in given)}: expected only with --text; --import takes every file as it is"
+        )
     state = PartialState(cpu=not torch.cuda.is_available())  # on CPUs it looks for other processes only so
     try:
         model, tokenizer = load(arguments.target, *device_and_dtype(str(state.device), arguments.dtype))
@@ -77,6 +86,6 @@ def run(arguments: argparse.Namespace) -> None:
         if corpus is None:
             import_folder(arguments.scores, model, tokenizer, arguments.out, split=arguments.split, **common)
         else:
-            score_corpus(model, tokenizer, corpus, arguments.documents, arguments.out, **common)
+            score_corpus(model, tokenizer, corpus, documents, arguments.out, **common)
     finally:
         state.destroy_process_group()

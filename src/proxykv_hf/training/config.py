@@ -41,7 +41,7 @@ SIZES = (
     "overlap",
     "dropout",
 )
-#: What does not change the weights that come out. (Which shards are read does, wherever they lie.)
+#: What does not change the weights that come out. (Which shards are read does, and their order; not where they lie.)
 FREE = ("title", "out", "limits", "licence", "teacher", "ridge")
 #: Sizes whose default in training is another than the mapper's own.
 DEFAULT_SIZES = {"dropout": 0.2}
@@ -56,7 +56,7 @@ class TrainingConfig:
     Args:
         title: Of the mapper's card.
         target: M_l, as the commands' ``--target``.
-        teacher: Folders of shards that ``proxykv teacher`` wrote for it.
+        teacher: Folders of shards that ``proxykv teacher`` wrote for it. Documents are taken in this order.
         out: Folder for the mapper, its card, the results, and the checkpoints.
         features: What is read from the proxy.
         proxy: M_s, like ``target``; None for the target's own first layers.

@@ -1,4 +1,4 @@
-"""What training reads: each document's features and log scores, from disk when they are asked for."""
+"""What training reads: folders of shards, and each document's features and log scores when they are asked for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch.utils.data import Dataset
 
 from ..errors import InvalidInputError, ShardError
 from ..geometry import ModelGeometry
+from ..reconstruction import RECIPE
 from .feature_cache import feature_path, read_features
-from .shards import Shard, read_entries
+from .shards import Shard, checked_shards, document_digests, read_entries
 
 #: Scores below this are the same to the log scale; float16 has nothing below 6e-8.
 SCORE_FLOOR = 1e-7
@@ -116,6 +117,43 @@ class FeatureDataset(Dataset[TrainingDocument]):
         return TrainingDocument(place.name, place.kind, place.split, features, full)
 
 
+def taught_shards(folders: Sequence[str | Path], geometry: ModelGeometry, weights: str | None = None) -> list[Shard]:
+    """The finished shards of all folders, in the order given; all of one target.
+
+    Args:
+        folders: What ``proxykv teacher`` wrote; ``~`` is the home folder.
+        geometry: The target's.
+        weights: Its `weights_fingerprint`; None for the first folder's.
+
+    Raises:
+        InvalidInputError: No shard is finished, or a document is in two folders: it would be learned twice, or
+            learned and held out.
+        ShardError: Shards that are damaged, or not of this target.
+        FileNotFoundError: A folder is none of shards.
+    """
+    found: list[Shard] = []
+    owners: dict[str, str | Path] = {}
+    for folder in folders:
+        own = list(checked_shards(Path(folder).expanduser(), geometry=geometry, weights=weights, score_recipe=RECIPE))
+        digests = {digest for shard in own for digest in document_digests(shard.path, shard.identity)}
+        if twice := digests & owners.keys():
+            others = ", ".join(sorted({str(owners[digest]) for digest in twice}))
+            raise InvalidInputError(
+                f"expected each document in one folder only, but {len(twice)} of {folder} are in {others} too: leave "
+                "one of these folders out"
+            )
+        owners |= dict.fromkeys(digests, folder)
+        found += own
+        if found:
+            weights = found[0].identity["target"]["weights"]
+    if not found:
+        raise InvalidInputError(
+            f"expected scored documents, but no shard is finished in {', '.join(map(str, folders))}: run "
+            "`proxykv teacher`"
+        )
+    return found
+
+
 def places_of(shards: Sequence[Shard], identity: dict[str, Any]) -> list[Place]:
     """All documents of some shards, whose features are made.
 
@@ -141,16 +179,16 @@ def places_of(shards: Sequence[Shard], identity: dict[str, Any]) -> list[Place]:
 def split(places: Sequence[Place]) -> tuple[list[Place], list[Place]]:
     """Documents for training, and held out.
 
-    Held out are those whose shards say so, or, where none does, every fifth by name.
+    Held out are those whose shards say so, or, where none does, every fifth, in the order given: what a folder is
+    called and where it lies changes nothing.
 
     Raises:
         InvalidInputError: Fewer than five, or all held out.
     """
-    ordered = sorted(places, key=lambda place: place.name)
-    held_out = [place for place in ordered if place.split == "held_out"] or ordered[::HELD_OUT_EVERY]
+    held_out = [place for place in places if place.split == "held_out"] or list(places[::HELD_OUT_EVERY])
     names = {place.name for place in held_out}
-    training = [place for place in ordered if place.name not in names]
-    if len(ordered) < LEAST_DOCUMENTS or not training:
+    training = [place for place in places if place.name not in names]
+    if len(places) < LEAST_DOCUMENTS or not training:
         raise InvalidInputError(
             f"expected at least {LEAST_DOCUMENTS} documents, not all held out, got {len(training)} for training and "
             f"{len(held_out)} held out: run `proxykv teacher` for more"

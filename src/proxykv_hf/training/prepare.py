@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from ..errors import InvalidInputError, ShardError
+from ..errors import ShardError
 from ..geometry import ModelGeometry, weights_fingerprint
 from ..mapper import HybridAxialMapper, HybridAxialMapperConfig
 from ..pretrained import SELF_PROXY, load_first_layers
 from ..reconstruction import RECIPE
 from ..scorers.on_lane import check_same_tokens
 from .config import TrainingConfig
-from .dataset import FeatureDataset, places_of, split
+from .dataset import FeatureDataset, places_of, split, taught_shards
 from .feature_cache import FeatureMaker, make_features, missing_features
 from .ridge import Statistics
-from .shards import Shard, checked_shards, read_shard
+from .shards import read_shard
 
 #: Deviation of the heads' output vectors at the start.
 START = 0.0375
@@ -46,7 +45,7 @@ class Prepared:
     Args:
         training: Documents to learn from.
         held_out: Documents to be judged by.
-        identity: Of shards and features, for JSON; part of what decides the weights that come out.
+        identity: Of shards, in their order, and of features, for JSON; part of what decides the weights that come out.
         config: Of the mapper, apart from how it is trained.
     """
 
@@ -66,12 +65,13 @@ def prepare(config: TrainingConfig, target: Source, proxy: Source | None, accele
         accelerator: Says where the proxy runs: in float32 on a CPU, in bfloat16 on a GPU.
 
     Raises:
-        InvalidInputError: No shards, too few documents, or a proxy with other tokens or fewer layers.
+        InvalidInputError: No shards, too few documents, one that is in two folders, or a proxy with other tokens or
+            fewer layers.
         ShardError: Shards that are damaged, or not of this target.
         FileNotFoundError: A folder is none of shards.
     """
     geometry = ModelGeometry.from_config(AutoConfig.from_pretrained(target.folder))
-    shards = _shards(config, geometry)
+    shards = taught_shards(config.teacher, geometry)
     taught = shards[0].identity["target"]
     small = proxy or target
     whole: PreTrainedConfig = AutoConfig.from_pretrained(small.folder)
@@ -100,7 +100,7 @@ def prepare(config: TrainingConfig, target: Source, proxy: Source | None, accele
     return Prepared(
         FeatureDataset(training, geometry),
         FeatureDataset(held_out, geometry),
-        {"shards": sorted(shard.sha256 for shard in shards), "read": identity},
+        {"shards": [shard.sha256 for shard in shards], "read": identity},
         {
             "target_geometry": geometry.to_dict(),
             "proxy_geometry": ModelGeometry.from_config(whole).to_dict(),
@@ -155,20 +155,6 @@ def start_mapper(
     mapper.set_channel_statistics(statistics.mean, statistics.std)
     mapper.set_head_prior(statistics.prior)
     return mapper
-
-
-def _shards(config: TrainingConfig, geometry: ModelGeometry) -> list[Shard]:
-    """Those of all folders, of one and the same target."""
-    found: list[Shard] = []
-    for folder in config.teacher:
-        weights = found[0].identity["target"]["weights"] if found else None
-        path = Path(folder).expanduser()
-        found += checked_shards(path, geometry=geometry, weights=weights, score_recipe=RECIPE)
-    if not found:
-        raise InvalidInputError(
-            f"expected scored documents, but no shard is finished in {', '.join(config.teacher)}: run `proxykv teacher`"
-        )
-    return found
 
 
 def _check_weights(target: Source, taught: dict[str, Any]) -> None:

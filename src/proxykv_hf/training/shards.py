@@ -11,6 +11,7 @@ there, and written again until it is what they say: so the last one to write lea
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -136,7 +137,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is none.
-        ShardError: It is none, or of another format.
+        ShardError: It is none, damaged, or of another format.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -152,6 +153,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ShardError(f"expected shards of format {FORMAT}, got {found!r} in {path}: score into another folder")
     if missing := {"target", "score_recipe", "corpus", "shards"} - set(manifest):
         raise ShardError(f"{path} lacks {', '.join(sorted(missing))}: delete it and run the teacher again")
+    target, shards = manifest["target"], manifest["shards"]
+    parts = {
+        "target": isinstance(target, dict) and {"id", "geometry", "weights", "dtype"} <= set(target),
+        "corpus": isinstance(manifest["corpus"], dict),
+        "shards": isinstance(shards, list)
+        and all(isinstance(entry, dict) and {"file", "sha256"} <= set(entry) for entry in shards)
+        and all(isinstance(entry["file"], str) for entry in shards),
+    }
+    if damaged := [name for name, whole in parts.items() if not whole]:
+        raise ShardError(f"{path} is damaged in {', '.join(damaged)}: delete it and run the teacher again")
     return manifest
 
 
@@ -198,6 +209,20 @@ def read_entries(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, An
     return entries
 
 
+def document_digests(path: Path, identity: dict[str, Any]) -> set[str]:
+    """SHA-256 of each document's tokens, whatever it is called; the scores are not read.
+
+    Arguments and errors are those of `read_shard`.
+    """
+    names = read_entries(path, identity)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tokens = [file.get_tensor(f"{name}.input_ids") for name in names]
+    except SafetensorError as error:
+        raise _no_shard(path, error) from error
+    return {hashlib.sha256(ids.numpy().tobytes()).hexdigest() for ids in tokens}
+
+
 def _no_shard(path: Path, error: Exception) -> ShardError:
     return ShardError(f"{path} is no whole shard ({error}): delete it, and the teacher makes its documents again")
 
@@ -221,9 +246,9 @@ class ShardFolder:
         if (self.folder / MANIFEST).is_file():
             manifest = read_manifest(self.folder)
             refuse_difference(self.folder, self.identity, manifest)
-            for entry in manifest["shards"]:  # one that is gone is made again
-                if (path := self.folder / entry["file"]).is_file():
-                    refuse_altered(path, entry["sha256"])
+            for entry in manifest["shards"]:
+                with contextlib.suppress(FileNotFoundError):  # one that is gone is made again, or grows elsewhere
+                    refuse_altered(self.folder / entry["file"], entry["sha256"])
         self._write_manifest()
 
     def begun(self, shard: int, wanted: int) -> list[ScoredDocument]:
@@ -275,20 +300,24 @@ class ShardFolder:
             write_whole(path, text.encode())
 
     def _shards(self) -> list[dict[str, Any]]:
-        """The manifest's entry of each finished shard."""
+        """The manifest's entry of each finished shard; another process may begin to grow one meanwhile."""
         shards = []
         for path in sorted(self.folder.glob("shard-*.safetensors")):
-            stat = path.stat()
-            key = (path.name, stat.st_size, stat.st_mtime_ns)
-            if key not in self._entries:
-                documents = read_shard(path, self.identity)
-                self._entries[key] = {
-                    "file": path.name,
-                    "sha256": _sha256(path),
-                    "documents": {document.name: document.scores.shape[-1] for document in documents},
-                }
-            shards.append(self._entries[key])
+            with contextlib.suppress(FileNotFoundError):
+                shards.append(self._entry(path))
         return shards
+
+    def _entry(self, path: Path) -> dict[str, Any]:
+        stat = path.stat()
+        key = (path.name, stat.st_size, stat.st_mtime_ns)
+        if key not in self._entries:
+            documents = read_shard(path, self.identity)
+            self._entries[key] = {
+                "file": path.name,
+                "sha256": _sha256(path),
+                "documents": {document.name: document.scores.shape[-1] for document in documents},
+            }
+        return self._entries[key]
 
 
 def plain(value: Any) -> Any:

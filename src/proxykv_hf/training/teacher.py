@@ -108,7 +108,7 @@ def import_folder(
 
     Each file holds ``input_ids`` `[P + N]`, ``scores`` `[L, H, N]`, and as metadata ``kind``, ``recipe`` and
     ``prefix_tokens``. That they are the target's is taken on trust, as far as shapes, recipe and chat prefix
-    do not tell otherwise.
+    do not tell otherwise. Scores are shares of attention, 0 to 1, not their logarithms.
 
     Args:
         source: The folder of these files, taken in the order of their names.
@@ -124,7 +124,8 @@ def import_folder(
 
     Raises:
         InvalidInputError: There is no such file.
-        ShardError: A file is damaged, or not of this target or recipe; or see `score_corpus`.
+        ShardError: A file is damaged, holds other numbers than scores, or is not of this target or recipe; or see
+            `score_corpus`.
     """
     paths = sorted(Path(source).glob("*.safetensors"))
     if not paths:
@@ -142,14 +143,14 @@ def import_folder(
                 f"{paths[number]}: expected scores [{heads[0]}, {heads[1]}, N] behind the target's chat prefix of "
                 f"{len(prefix)} tokens, got {list(scores.shape)} for {len(ids)} tokens: another target's?"
             )
-        return ScoredDocument(_name(number), ids.int(), scores.half(), kind, (paths[number].name,), split)
+        return ScoredDocument(_name(number), ids.int(), scores, kind, (paths[number].name,), split)
 
     folder = ShardFolder(out, _identity(model, target_id, revision, None, corpus))
     _fill(folder, len(paths), read, process_index, process_count, progress)
 
 
 def _read_foreign(path: Path) -> tuple[Tensor, Tensor, str]:
-    """Ids `[P + N]`, scores `[L, H, N]` and the kind."""
+    """Ids `[P + N]`, scores `[L, H, N]`, float16, and the kind."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -162,6 +163,12 @@ def _read_foreign(path: Path) -> tuple[Tensor, Tensor, str]:
         raise ShardError(
             f"{path}: expected scores [L, H, N] and prefix_tokens that make up {len(ids)} tokens, got "
             f"{list(scores.shape)} and {metadata.get('prefix_tokens')!r}"
+        )
+    scores = scores.half()
+    if not ((scores >= 0) & (scores <= 1)).all():  # nor where one is not a number
+        raise ShardError(
+            f"{path}: expected scores from 0 to 1, as attention weights are, got {scores.min():g} to {scores.max():g}: "
+            "score it again, and leave it out till then"
         )
     return ids, scores, metadata.get("kind", "unknown")
 
