@@ -647,8 +647,7 @@ class ProxyPrunedCache(DynamicCache):
             return self._finish_prefill(prune)
         except BaseException as error:
             if self._prompt is not None and isinstance(error, Exception):
-                self._prefill.cancel()
-                self._phase = _Phase.READY  # whole, and right
+                self._end_prefill()  # whole, and right
             else:
                 self._spoil()
             raise
@@ -666,14 +665,19 @@ class ProxyPrunedCache(DynamicCache):
                 except BaseException:  # out of memory, say: some layers are pruned and some are not
                     self._spoil()
                     raise
-            for layer in self.layers:
-                if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would hold the whole prompt
-                    layer.keys, layer.values = own(layer.keys), own(layer.values)
-        self._phase = _Phase.READY
-        self._scores, self._may_prune_ahead = None, False
-        self._prefill = self._new_prefill(self.context)  # lets go of the prompt
+            self._end_prefill()
         warn_over_budget(self._over_budget)
         return scores
+
+    def _end_prefill(self) -> None:
+        """From now on forwards append; nothing of the prefill is left that they could meet."""
+        self._prefill.cancel()
+        self._prefill = self._new_prefill(self.context)  # lets go of the prompt
+        self._expected, self._scores, self._may_prune_ahead = None, None, False
+        self._phase = _Phase.READY
+        for layer in self.layers:
+            if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would hold the whole prompt
+                layer.keys, layer.values = own(layer.keys), own(layer.values)
 
     def _score_ahead(self) -> None:
         """Score while the target prefills; layers that are filled already are pruned at once."""
