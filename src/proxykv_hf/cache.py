@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .geometry import ModelGeometry
-from .inputs import check_input, mask_as_held
+from .inputs import check_input, mask_as_held, without_seen
 from .layers import PrunedLayer
 from .prefill import SCHEDULES, Prefill, Schedule, Taps, checked_scores
 from .prompt import Context, Prompt, left_pad, plain_context, read_prompt
@@ -137,6 +138,7 @@ class ProxyPrunedCache(DynamicCache):
         self.layers = self._new_layers()
         self._phase = _Phase.EMPTY
         self._in_forward = False
+        self._forward_thread = threading.current_thread()  # of the latest forward
         self._forward_started = 0.0
         self._recording = False
         self._expected: int | None = None
@@ -471,7 +473,8 @@ class ProxyPrunedCache(DynamicCache):
 
         The first forward is prefill. After it, several tokens at once are its next chunk; one token,
         or any forward after a ``crop`` (assisted decoding), is a continuation, and so the prompt is
-        scored and pruned before it.
+        scored and pruned before it. Of a forward that brings what was seen once more, as assisted
+        decoding's first does over a filled cache, only the rest is run.
 
         Returns: other keyword arguments for the forward, or None.
         """
@@ -481,9 +484,11 @@ class ProxyPrunedCache(DynamicCache):
                 f"{type(model).__name__}: a cache belongs to the model it was made with"
             )
         self._check_usable()
-        call = bind_forward(model, args, kwargs)
+        seen = self.get_seq_length()
+        unseen = without_seen(kwargs, seen) if self._recording and seen else {}
+        call = bind_forward(model, args, kwargs | unseen)
         ragged = self.policy.allocation == "global" if self._prompt is None else self._is_ragged()
-        batch, tokens = check_input(call, len(self._rows), self.get_seq_length(), ragged)
+        batch, tokens = check_input(call, len(self._rows), seen, ragged)
         if self._phase is _Phase.PREFILL and self._is_prefill_over(tokens):
             self._settle()
         if self._phase is _Phase.PREFILL:
@@ -507,9 +512,10 @@ class ProxyPrunedCache(DynamicCache):
                 raise
             self._phase = _Phase.PREFILL
         mask = None if self._prompt is None else mask_as_held(call.get("attention_mask"), self._prompt, self._rows)
-        self._in_forward = True
+        self._in_forward, self._forward_thread = True, threading.current_thread()
         self._forward_started = time.perf_counter()
-        return None if mask is None else kwargs | {"attention_mask": mask}
+        changed = unseen if mask is None else unseen | {"attention_mask": mask}
+        return kwargs | changed if changed else None
 
     def _is_prefill_over(self, tokens: int) -> bool:
         """Whether a forward of ``tokens`` more belongs to the answer."""
@@ -527,7 +533,7 @@ class ProxyPrunedCache(DynamicCache):
 
     def after_forward(self, model: nn.Module, succeeded: bool) -> None:
         """Called as a forward with this cache ends; not for a KeyboardInterrupt in its midst."""
-        if not self._in_forward:  # refused before it began
+        if not self._in_forward or self._used_elsewhere():  # refused before it began
             return
         if not succeeded:
             self._spoil()
@@ -779,7 +785,17 @@ class ProxyPrunedCache(DynamicCache):
     def _full_layers(self) -> Iterator[PrunedLayer]:
         return (layer for layer in self.layers if isinstance(layer, PrunedLayer))
 
+    def _used_elsewhere(self) -> bool:
+        """Whether another thread, which still runs, is in a forward."""
+        thread = self._forward_thread
+        return self._in_forward and thread is not threading.current_thread() and thread.is_alive()
+
     def _check_usable(self) -> None:
+        if self._used_elsewhere():
+            raise CacheStateError(
+                "the cache is in use by another thread, in a forward: call when that is through, or fork() before; "
+                "reset() if it never ends"
+            )
         if self._in_forward:  # the forward before this call never ended: a KeyboardInterrupt, say
             self._spoil()
         if self._phase is _Phase.CLOSED:
