@@ -422,6 +422,9 @@ def test_a_policy_and_a_scorer_are_what_they_should_be(model):
         ProxyPrunedCache(model, RandomScorer(), 0.3)
     with pytest.raises(TypeError, match=r"KVzipScorer\(tokenizer\)"):
         ProxyPrunedCache(model, "kvzip", policy())
+    for timeout in ("5", -1, float("nan"), float("inf"), True):
+        with pytest.raises(InvalidInputError, match=f"timeout: expected seconds, .* got {timeout!r}"):
+            ProxyPrunedCache(model, RandomScorer(), policy(), timeout=timeout)
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -39,11 +39,11 @@ from .errors import (
 from .geometry import ModelGeometry
 from .inputs import check_input, mask_as_held, without_seen
 from .layers import PrunedLayer
-from .prefill import SCHEDULES, Prefill, Schedule, Taps, checked_scores
+from .prefill import SCHEDULES, Prefill, Schedule, Taps, checked_scores, plain_timeout
 from .prompt import Context, Prompt, left_pad, plain_context, read_prompt
 from .pruning import Pruner, is_ragged, keep_masks, warn_over_budget
 from .report import CacheReport
-from .retention import RetentionPolicy, pack_mask, policy_or_ratio, unpack_mask
+from .retention import RetentionPolicy, check_policy, pack_mask, policy_or_ratio, unpack_mask
 from .scorers.base import Scorer, ScorerRun
 from .snapshot import load_cache, save_cache
 from .storage import RaggedStorage, own, storage_bytes
@@ -78,6 +78,7 @@ class ProxyPrunedCache(DynamicCache):
     Raises:
         UnsupportedModelError: The target has no KV cache that can be pruned.
         InvalidPolicyError: ``policy`` is not a `RetentionPolicy`.
+        InvalidInputError: A schedule, timeout or context that is none.
 
     Stock ``generate`` does not say where a prefill ends. A last chunk of one token counts as its
     continuation, and so does a follow-up after ``max_new_tokens=1``: call ``report()`` in between.
@@ -97,10 +98,7 @@ class ProxyPrunedCache(DynamicCache):
         timeout: float | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        if not isinstance(policy, RetentionPolicy):
-            raise InvalidPolicyError(
-                f"expected a RetentionPolicy, got {policy!r}: RetentionPolicy(retention_ratio=0.3), say"
-            )
+        check_policy(policy)
         if scorer is not None and (isinstance(scorer, type) or not isinstance(scorer, Scorer)):
             raise TypeError(f"expected a scorer such as KVzipScorer(tokenizer), got {scorer!r}")
         if schedule is not None and schedule not in SCHEDULES:
@@ -111,7 +109,7 @@ class ProxyPrunedCache(DynamicCache):
         self.policy = policy
         self.tokenizer = tokenizer
         self.strict = strict
-        self.timeout = timeout
+        self.timeout = plain_timeout(timeout)
         self.schedule = schedule
         self.context = plain_context(context)
         self._phase = _Phase.CLOSED
@@ -242,7 +240,7 @@ class ProxyPrunedCache(DynamicCache):
 
         Raises:
             CacheStateError: The cache is empty or pruned already, or has several rows where a list is given.
-            InvalidPolicyError: An empty list.
+            InvalidPolicyError: What is no policy, or an empty list.
             ScoringError: Scores of a wrong shape, or with NaN.
         """
         self._settle()
@@ -251,6 +249,8 @@ class ProxyPrunedCache(DynamicCache):
                 "expected a whole cache, whose rows are not shared: make one with prefill(..., prune=False), and "
                 "fork(n) what compress() returns"
             )
+        for one in policy if isinstance(policy, Sequence) else [policy]:
+            check_policy(one)
         started = time.perf_counter()
         if isinstance(policy, RetentionPolicy):
             twin = self._twin(policy)
@@ -356,7 +356,8 @@ class ProxyPrunedCache(DynamicCache):
                 `pretrained.load_proxy_scorer`.
 
         Raises:
-            InvalidInputError: No mapper there; both or neither of ratio and policy.
+            InvalidInputError: No mapper there.
+            InvalidPolicyError: Both ratio and policy, or a wrong ratio.
             GeometryError: The mapper was trained for another target or proxy.
         """
         from .pretrained import load_proxy_scorer
@@ -726,7 +727,8 @@ class ProxyPrunedCache(DynamicCache):
             raise CacheStateError(f"expected one row, to be kept in several ways, got a cache of {len(self._rows)}")
         if not policies:
             raise InvalidPolicyError("expected a policy, or a list of at least one, got an empty list")
-        self._prompt, self._rows = self._prompt.repeated(len(policies)), torch.arange(len(policies))
+        self._prompt = self._prompt.repeated(int(self._rows[0]), len(policies))
+        self._rows = torch.arange(len(policies))
         scores = checked_scores(scores, self.geometry, self._prompt)[:, list(self.geometry.full_layers)]
         keep, self._over_budget = keep_masks(scores, self._prompt, policies)
         self._kept = pack_mask(keep).cpu()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +31,19 @@ SCHEDULES = get_args(Schedule)
 #: Arguments of a forward by which its rows are told apart, and kinds of values that concern all rows alike.
 ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache")
 SCALARS = (bool, int, float, str, type(None))
+
+
+def plain_timeout(timeout: float | None) -> float | None:
+    """``timeout`` in seconds, None for as long as it takes.
+
+    Raises:
+        InvalidInputError: It is no time that can be waited for.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not 0 <= timeout <= threading.TIMEOUT_MAX:
+        raise InvalidInputError(f"timeout: expected seconds, a number of at least 0, or None, got {timeout!r}")
+    return float(timeout)
 
 
 class Prefill:
