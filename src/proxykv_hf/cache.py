@@ -36,7 +36,7 @@ from .errors import (
     InvalidPolicyError,
     UnsupportedModelError,
 )
-from .geometry import ModelGeometry
+from .geometry import ModelGeometry, device_of
 from .inputs import check_input, mask_as_held, without_seen
 from .layers import PrunedLayer
 from .prefill import SCHEDULES, Prefill, Schedule, Taps, checked_scores, plain_timeout
@@ -149,7 +149,7 @@ class ProxyPrunedCache(DynamicCache):
         self._over_budget = 0
         self._kept: Tensor | None = None  # [R, L_full, H, ceil(P / 8)], packed bits
         self._seconds: dict[str, float] = {}
-        self._devices = {"target": str(self.target.device)}
+        self._devices = {"target": str(device_of(self.target))}
         self._bytes_peak = self._bytes_peak_proxy = 0
         self._fallback: str | None = None
 
@@ -209,9 +209,10 @@ class ProxyPrunedCache(DynamicCache):
         context = self.context if context is None else context
         shape = (input_ids.shape[0], input_ids.shape[1])
         read_prompt(input_ids, attention_mask, None, context, shape)  # refuses a wrong context before any work
-        inputs: dict[str, Any] = {"input_ids": input_ids.to(self.target.device)}
+        device = device_of(self.target.get_input_embeddings())
+        inputs: dict[str, Any] = {"input_ids": input_ids.to(device)}
         if attention_mask is not None:
-            mask = attention_mask.to(self.target.device)
+            mask = attention_mask.to(device)
             inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         self._prefill = self._new_prefill(context, scorers, strict=not prune)
         self._expected = input_ids.shape[1] if prune else None
@@ -389,7 +390,7 @@ class ProxyPrunedCache(DynamicCache):
         scorer: Scorer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> ProxyPrunedCache:
-        """A cache that `save` wrote.
+        """A cache that `save` wrote, put where the target's layers are, in the target's dtype.
 
         Args:
             folder: Where it lies.

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import attention
 from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, ScoringError, UnsupportedModelError
-from .geometry import ModelGeometry
+from .geometry import ModelGeometry, device_of
 from .layers import PrunedLayer
 from .prompt import Context, Prompt, check_left_padded, read_prompt
 from .scorers.base import Observation, OnLane, Scorer, ScorerRun, ScoringRequest
@@ -161,7 +161,7 @@ class Prefill:
         """Lanes that would take each other's cores run one after another: together they take far longer."""
         lanes = [scorer.lane for scorer in self.scorers.values() if isinstance(scorer, OnLane)]
         shared = any(lane.threads is None and lane.device.type == "cpu" for lane in lanes)
-        return "proxy_first" if shared and self.target.device.type == "cpu" else "overlap"
+        return "proxy_first" if shared and device_of(self.target).type == "cpu" else "overlap"
 
     def extend(self, call: Mapping[str, Any], shape: tuple[int, int]) -> None:
         """The next chunk follows: who does not observe begins again when the prompt is whole."""
