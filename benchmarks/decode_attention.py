@@ -63,7 +63,8 @@ def ragged_pair(
     keys, values = random(1, heads, longest, head_dim), random(1, heads, longest, head_dim)
     keep = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]  # [H, N]
     padded = DenseStorage(keys, values)
-    ragged = RaggedStorage.gather(keys, values, keep[None], torch.tensor([0]), [0])
+    ragged = RaggedStorage.empty(keys, values, keep[None], torch.tensor([0]))
+    ragged.fill(keys, values, keep[None], [0])
     new = random(1, heads, queries, head_dim), random(1, heads, queries, head_dim)
     padded.append(*new)
     ragged.append(*new)

@@ -60,7 +60,8 @@ def test_ragged_attention_equals_the_plain_one(group, queries, tail, rows, way, 
     keep[0, 0] = False
     keep[0, 0, 7] = True  # one token only
     rows = torch.tensor(rows)
-    storage = RaggedStorage.gather(keys, values, keep, torch.arange(3), [0, 1, 2])
+    storage = RaggedStorage.empty(keys, values, keep, torch.arange(3))
+    storage.fill(keys, values, keep, [0, 1, 2])
     storage.select(rows)
     query = torch.randn(4, heads * group, queries, dim, generator=generator).to(dtype)
     padding = torch.ones(4, tail, dtype=torch.bool)
@@ -226,7 +227,9 @@ def test_memory_of_many_queries_is_bounded(monkeypatch):
     monkeypatch.setattr(ragged, "logits", watched)
     monkeypatch.setattr(ragged, "LOGITS_LIMIT", 20_000)
     keys = torch.randn(1, 2, 10 + 300, 8)
-    storage = RaggedStorage.gather(keys, keys, torch.ones(1, 2, 10, dtype=torch.bool), torch.tensor([0]), [0])
+    keep = torch.ones(1, 2, 10, dtype=torch.bool)
+    storage = RaggedStorage.empty(keys, keys, keep, torch.tensor([0]))
+    storage.fill(keys, keys, keep, [0])
     query = torch.randn(1, 4, 300, 8)
     output = ragged_attention(query, storage, None)
     assert max(largest) <= 20_000

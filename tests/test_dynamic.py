@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 from proxykv_hf import (
     CacheStateError,
     InvalidInputError,
+    InvalidPolicyError,
     ProxyKVWarning,
     ProxyPrunedCache,
     RetentionPolicy,
@@ -101,6 +102,19 @@ def test_a_deep_copy_outlives_the_original(layers):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_mask_covers_all_that_the_cache_holds():
+    model = tiny_model()
+    cache = DynamicCache()
+    model.generate(random_ids(1, TOKENS), **{cache_keyword(model): cache}, max_new_tokens=4, do_sample=False)
+    seen = cache.get_seq_length()
+    scores = random_scores(model, 1, seen)
+    for shape in ((1, TOKENS), (2, seen), (seen,)):
+        with pytest.raises(InvalidInputError, match=rf"expected attention_mask \[1, {seen}\]"):
+            prune_dynamic_cache(cache, scores, policy(), target=model, attention_mask=torch.ones(shape))
+    assert cache.layers[0].keys.shape[2] == seen
+    prune_dynamic_cache(cache, scores, policy(), target=model, attention_mask=torch.ones(1, seen))
+
+
 def test_what_cannot_be_pruned_says_why_and_stays_whole():
     model = tiny_model()
     scores = random_scores(model, 1, TOKENS)
@@ -120,6 +134,8 @@ def test_what_cannot_be_pruned_says_why_and_stays_whole():
         prune_dynamic_cache(cache, scores, policy("global"))
     with pytest.raises(InvalidInputError, match="context"):
         prune_dynamic_cache(cache, scores, policy(), context=(0, 99))
+    with pytest.raises(InvalidPolicyError, match=r"got 0.3: RetentionPolicy\(retention_ratio=0.3\)"):
+        prune_dynamic_cache(cache, scores, 0.3)
     assert cache.layers[0].keys.shape[2] == TOKENS
     prune_dynamic_cache(cache, scores, policy(ratio=1.0))
     with pytest.warns(ProxyKVWarning, match="do not fit"):

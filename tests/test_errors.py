@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
 
 import pytest
@@ -317,6 +319,55 @@ def test_a_cache_belongs_to_its_model(model):
         cache.prefill(random_ids(1, TOKENS))
 
 
+def test_a_forward_in_another_thread_is_not_disturbed(model):
+    ids, arguments = random_ids(1, TOKENS), {"max_new_tokens": 6, "do_sample": False}
+    with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
+        expected = model.generate(ids, **{cache_keyword(model): cache}, **arguments)
+    within, go, outputs, passes = threading.Event(), threading.Event(), [], []
+
+    def pause(*_):
+        passes.append(None)
+        if len(passes) == 4:
+            within.set()
+            go.wait(30)
+
+    cache = ProxyPrunedCache(model, RandomScorer(), policy())
+    handle = model.model.layers[1].register_forward_pre_hook(pause)
+    thread = threading.Thread(
+        target=lambda: outputs.append(model.generate(ids, **{cache_keyword(model): cache}, **arguments))
+    )
+    thread.start()
+    assert within.wait(30)
+    for use in (cache.report, cache.fork, lambda: call_forward(model, input_ids=ids[:, :1], cache=cache)):
+        with pytest.raises(CacheStateError, match="in use by another thread"):
+            use()
+    go.set()
+    thread.join()
+    handle.remove()
+    assert torch.equal(outputs[0], expected)
+    assert cache.report().seen_tokens == [TOKENS + 5]
+    cache.close()
+
+
+def test_a_forward_that_died_with_its_thread_has_spoiled_the_cache(model):
+    with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
+
+        def die(*_):
+            raise SystemExit
+
+        def work():
+            with contextlib.suppress(SystemExit):
+                call_forward(model, input_ids=random_ids(1, TOKENS), cache=cache)
+
+        handle = model.model.layers[1].register_forward_pre_hook(die)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        handle.remove()
+        with pytest.raises(CacheStateError, match="half written"):
+            cache.report()
+
+
 def test_a_closed_cache_says_so(model):
     cache = ProxyPrunedCache(model, RandomScorer(), policy())
     cache.prefill(random_ids(1, TOKENS))
@@ -371,6 +422,9 @@ def test_a_policy_and_a_scorer_are_what_they_should_be(model):
         ProxyPrunedCache(model, RandomScorer(), 0.3)
     with pytest.raises(TypeError, match=r"KVzipScorer\(tokenizer\)"):
         ProxyPrunedCache(model, "kvzip", policy())
+    for timeout in ("5", -1, float("nan"), float("inf"), True):
+        with pytest.raises(InvalidInputError, match=f"timeout: expected seconds, .* got {timeout!r}"):
+            ProxyPrunedCache(model, RandomScorer(), policy(), timeout=timeout)
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -10,7 +10,14 @@ from reference import Reference, ReferenceRow, slow_selection
 from tiny import pad_left, random_ids, random_scores, tiny_model
 from transformers import DynamicCache, TextStreamer
 
-from proxykv_hf import CacheStateError, FixedScorer, ProxyPrunedCache, RetentionPolicy, SnapKVScorer
+from proxykv_hf import (
+    CacheStateError,
+    FixedScorer,
+    InvalidInputError,
+    ProxyPrunedCache,
+    RetentionPolicy,
+    SnapKVScorer,
+)
 from proxykv_hf._compat import cache_keyword, call_forward
 
 TOKENS = 70
@@ -165,6 +172,45 @@ def test_assisted_decoding_with_a_small_model():
         out = generate(model, ids, cache, assistant_model=assistant)
         assert kept(cache) == places(slow_selection(scores[0], 0.3, "global"))
     assert out.shape[1] == TOKENS + 12
+
+
+@pytest.mark.parametrize("how", ["lookup", "assistant"])
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("pads", [0, 3])
+def test_assisted_decoding_over_a_filled_cache_answers_as_plain_decoding_does(kind, allocation, how, pads):
+    """Its first forward brings all tokens again; what was seen is not read twice."""
+    model = tiny_model(kind)
+    assistance = (
+        {"prompt_lookup_num_tokens": 4} if how == "lookup" else {"assistant_model": tiny_model("llama", 1, layers=1)}
+    )
+    document = torch.cat([torch.zeros(1, pads, dtype=torch.long), random_ids(1, 10).repeat(1, 5)], 1)
+    mask = (document > 0).long()
+    with ProxyPrunedCache(model, SnapKVScorer(), bare(0.3, allocation)) as cache:
+        cache.prefill(document, mask)
+        outputs, reports = [], []
+        for arguments in ({}, assistance):
+            with cache.fork() as fork:
+                out, grown = document, mask
+                for turn in (random_ids(1, 5, seed=5), random_ids(1, 6, seed=6)):
+                    out = torch.cat([out, turn], 1)
+                    grown = torch.nn.functional.pad(grown, (0, out.shape[1] - grown.shape[1]), value=1)
+                    out = generate(model, out, fork, attention_mask=grown, **arguments)
+                outputs.append(out)
+                fork.crop(out.shape[1] - 1 - fork.get_seq_length())  # a last draft may have been accepted
+                reports.append(fork.report())
+    assert torch.equal(outputs[0], outputs[1])
+    assert reports[0].seen_tokens == reports[1].seen_tokens == [50 + 5 + 12 + 6 + 11]
+    assert reports[0].kept_tokens == reports[1].kept_tokens
+
+
+def test_assisted_decoding_over_a_filled_cache_wants_all_tokens():
+    model = tiny_model()
+    with ProxyPrunedCache(model, FixedScorer(random_scores(model, 1, TOKENS)), bare()) as cache:
+        cache.prefill(random_ids(1, TOKENS))
+        for tokens in (5, TOKENS):
+            with pytest.raises(InvalidInputError, match=rf"expected more than the {TOKENS} seen, got {tokens}"):
+                generate(model, random_ids(1, tokens), cache, prompt_lookup_num_tokens=4)
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import KINDS, random_ids, random_scores, tiny_model
+from tiny import KINDS, pad_left, random_ids, random_scores, tiny_model
 
-from proxykv_hf import CacheStateError, FixedScorer, InvalidPolicyError, ProxyPrunedCache, RetentionPolicy, ScoringError
+from proxykv_hf import (
+    CacheStateError,
+    FixedScorer,
+    InvalidPolicyError,
+    ProxyPrunedCache,
+    RandomScorer,
+    RetentionPolicy,
+    ScoringError,
+)
 from proxykv_hf._compat import call_forward
 
 TOKENS = 40
@@ -49,6 +57,26 @@ def test_each_row_equals_one_at_a_time(kind, ways):
         assert whole.report().kept_tokens == held.kept_tokens
 
 
+def test_a_row_of_a_batch_is_kept_in_several_ways():
+    model = tiny_model()
+    ids, mask = pad_left([random_ids(1, 25)[0], random_ids(1, TOKENS, seed=1)[0]])
+    scores = random_scores(model, len(WAYS), TOKENS, seed=1)
+    with ProxyPrunedCache(model, None, WHOLE) as batch, ProxyPrunedCache(model, None, WHOLE) as alone:
+        fixed = {"any": FixedScorer(random_scores(model, 2, TOKENS))}
+        batch.prefill(ids, mask, context=[(4, 20), (4, TOKENS)], prune=False, scorers=fixed)
+        batch.batch_select_indices(torch.tensor([1]))
+        alone.prefill(ids[1:], context=(4, TOKENS), prune=False, scorers={"any": RandomScorer()})
+        with batch.compress(scores, WAYS) as ours, alone.compress(scores, WAYS) as expected:
+            assert ours.report().kept_tokens == expected.report().kept_tokens
+            assert ours.report().seen_tokens == [TOKENS] * len(WAYS)
+            for row in range(len(WAYS)):
+                for mine, theirs in zip(ours.kept_indices(2, row), expected.kept_indices(2, row), strict=True):
+                    assert torch.equal(mine, theirs)
+            more = {"input_ids": random_ids(len(WAYS), 3, seed=2), "use_cache": True}
+            logits = call_forward(model, cache=expected, **more).logits
+            torch.testing.assert_close(call_forward(model, cache=ours, **more).logits, logits, atol=1e-4, rtol=1e-4)
+
+
 def test_questions_multiply_the_rows_and_a_saved_cache_has_them(tmp_path):
     model = tiny_model()
     ids = random_ids(2 * len(WAYS), 3, seed=3)
@@ -80,6 +108,9 @@ def test_what_is_refused():
     with prefilled(model) as whole:
         with pytest.raises(InvalidPolicyError, match="a list of at least one, got an empty list"):
             whole.compress(random_scores(model, 1, TOKENS), [])
+        for wrong in (0.3, [0.3], [WAYS[0], 0.3]):
+            with pytest.raises(InvalidPolicyError, match=r"expected a RetentionPolicy, got 0.3"):
+                whole.compress(random_scores(model, 1, TOKENS), wrong)
         with pytest.raises(
             ScoringError, match=r"expected scores \[R, L, H, N\] = \[2, 3, 2, 40\], got \[1, 3, 2, 40\]"
         ):

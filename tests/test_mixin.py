@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 
@@ -90,6 +91,46 @@ def test_drafts_are_told_from_the_prompt():
     config = ProxyKVConfig(scorer=KVzipScorer(tiny_tokenizer()), policy=POLICY, strict=True)
     out = model.generate(ids, **GREEDY, proxykv=config, prompt_lookup_num_tokens=4)
     assert torch.equal(out, expected(model, config.scorer, ids, prompt_lookup_num_tokens=4))
+
+
+@pytest.mark.parametrize("tokens", [0, TOKENS])
+def test_embeddings_are_the_prompt_where_tokens_are_given_beside_them(tokens):
+    model = with_proxykv(tiny_model())
+    ids = random_ids(1, TOKENS)
+    inputs = {"input_ids": ids[:, :tokens], "inputs_embeds": model.get_input_embeddings()(ids)}
+    scorer = FixedScorer(random_scores(model, 1, TOKENS))
+    config = ProxyKVConfig(scorer=scorer, policy=POLICY, strict=True)
+    out = model.generate(**inputs, **GREEDY, proxykv=config, return_dict_in_generate=True)
+    cache = next(getattr(out, name) for name in CACHE_KEYWORDS if getattr(out, name, None) is not None)
+    with ProxyPrunedCache(model, scorer, POLICY) as plain:
+        plain.prefill(ids)
+        for layer in range(3):
+            for ours, theirs in zip(cache.kept_indices(layer), plain.kept_indices(layer), strict=True):
+                assert torch.equal(ours, theirs)
+    assert cache.report().seen_tokens == [TOKENS + 7]
+    cache.close()
+
+
+def test_a_config_means_what_it_says_now(tmp_path):
+    model = with_proxykv(tiny_model("llama", 3))
+    config = ProxyKVConfig(scorer=RandomScorer(), retention_ratio=0.3)
+    config.retention_ratio = 0.1
+    for same in (config, dataclasses.replace(config, strict=True)):
+        with same.make_cache(model) as cache:
+            assert cache.policy == RetentionPolicy(0.1)
+    config.policy = POLICY
+    with pytest.raises(InvalidPolicyError, match="got both"):
+        config.make_cache(model)
+    config.retention_ratio = None
+    for number in (0, 1):
+        mapper = make_mapper(model, first_layers(model, 2), proxy_id=SELF_PROXY, target_id=f"target {number}")
+        mapper.save_pretrained(tmp_path / str(number))
+        config.scorer, config.mapper = None, tmp_path / str(number)
+        with config.make_cache(model) as cache:
+            assert cache.scorer.mapper.config.target_id == f"target {number}"
+    config.scorer = RandomScorer()
+    with pytest.raises(InvalidInputError, match="got both"):
+        config.make_cache(model)
 
 
 def test_a_mapper_is_loaded_once_for_a_model(tmp_path, monkeypatch):

@@ -24,11 +24,12 @@ from proxykv_hf import (
     RetentionPolicy,
     ScoringError,
     StaticAlignmentScorer,
+    UnsupportedModelError,
 )
 from proxykv_hf._compat import cache_keyword, call_forward
 from proxykv_hf.features import proxy_features
 from proxykv_hf.geometry import weights_fingerprint
-from proxykv_hf.pretrained import SELF_PROXY, first_layers, load_first_layers
+from proxykv_hf.pretrained import SELF_PROXY, first_layers, load_first_layers, load_proxy_scorer
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 TOKENS = 50
@@ -299,6 +300,54 @@ def test_the_targets_own_first_layers_can_be_the_proxy(target, tmp_path):
         assert cache.report().fallback is None
         assert sum(map(sum, kept_counts(cache))) == round(0.3 * 6 * TOKENS)
     assert out.shape == (1, TOKENS + 4)
+
+
+def test_first_layers_that_cannot_be_shared_say_so(target):
+    mapper = make_mapper(target, first_layers(target, 2), proxy_id=SELF_PROXY)
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer = base
+
+    for wrap in (
+        Wrapped,
+        lambda layer: torch.nn.Linear(layer.in_features, layer.out_features, device="meta"),
+        lambda layer: setattr(layer, "weight", torch.nn.Parameter(layer.weight.char(), False)) or layer,
+    ):
+        other = copy.deepcopy(target)
+        other.model.layers[1].self_attn.q_proj = wrap(other.model.layers[1].self_attn.q_proj)
+        with pytest.raises(UnsupportedModelError, match=r"as plain weights on one device: they are wrapped"):
+            load_proxy_scorer(mapper, target=other)
+
+
+def test_first_layers_stay_where_the_target_has_them(target, monkeypatch):
+    monkeypatch.setattr(type(target), "device", torch.device("meta"))  # one of several
+    cut = first_layers(target, 2)
+    assert {id(parameter) for parameter in cut.parameters()} <= {id(parameter) for parameter in target.parameters()}
+    assert {tensor.device for tensor in (*cut.parameters(), *cut.buffers())} == {torch.device("cpu")}
+
+
+def test_a_proxy_that_is_a_model_may_be_whole(target):
+    whole = tiny_model("qwen2", 1, layers=3)
+    cut = tiny_model("qwen2", 1, layers=2).model
+    cut.load_state_dict(whole.model.state_dict(), strict=False)
+    mapper = make_mapper(target, cut, whole_proxy=whole, proxy_id="some/proxy")
+    scores = []
+    for proxy in (cut, whole, whole.model):
+        scorer = load_proxy_scorer(mapper, target=target, proxy=proxy)
+        with ProxyPrunedCache(target, scorer, POLICY, strict=True) as cache:
+            scores.append(cache.prefill(random_ids(1, TOKENS))["proxykv"])
+    assert torch.equal(scores[1], scores[0])
+    assert torch.equal(scores[2], scores[0])
+    with pytest.raises(GeometryError, match=r"another proxy than this: expected num_layers=3.*got num_layers=4"):
+        load_proxy_scorer(mapper, target=target, proxy=tiny_model("qwen2", 1, layers=4))
+
+
+def test_the_mapper_goes_where_the_proxy_is(target):
+    proxy = tiny_model("qwen2", 1, layers=2).model
+    scorer = load_proxy_scorer(make_mapper(target, proxy), target=target, proxy=proxy, device="meta")
+    assert scorer.mapper.device == scorer.proxy.device == torch.device("cpu")
 
 
 def kept_counts(cache):

@@ -128,6 +128,8 @@ def test_a_policy_survives_json():
 
 
 def test_numbers_of_numpy_are_numbers():
+    counts = RetentionPolicy(0.5, sink_tokens=np.int64(1), recent_tokens=np.int64(2), min_context=np.int64(3))
+    assert RetentionPolicy(**json.loads(json.dumps(counts.to_dict()))) == counts
     policy = RetentionPolicy(np.float64(0.25), protected=[(np.int64(1), np.int64(4))])
     assert policy == RetentionPolicy(0.25, protected=((1, 4),))
     assert json.dumps(RetentionPolicy(max_tokens=np.int32(7)).to_dict())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_proxy import POLICY, make_mapper
 from tiny import pad_left, random_ids, random_scores, tiny_model
+from transformers import DynamicCache
 
 from proxykv_hf import (
     FixedScorer,
@@ -364,3 +365,39 @@ def test_keys_that_never_came_to_an_attention_are_forgotten(target):
             call_forward(target, input_ids=random_ids(1, 1), cache=other)
         if use == "reset":
             cache.close()
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_after_scoring_that_failed_strictly_a_whole_cache_goes_on(kind, allocation):
+    """Nothing of the prefill is left to prune it in the midst of a later forward, nor to hold its activations."""
+
+    class FailsOnce(FixedScorer):
+        fails = True
+
+        def begin(self, request):
+            run = super().begin(request)
+            run.ready = lambda: not self.fails
+            finish = run.finish
+
+            def late(cache):
+                if self.fails:
+                    self.fails = False
+                    raise TimeoutError("late")
+                return finish(cache)
+
+            run.finish = late
+            return run
+
+    target = tiny_model(kind)
+    ids, more = random_ids(1, TOKENS), random_ids(1, 3, seed=1)
+    policy = RetentionPolicy(0.3, allocation=allocation)
+    plain = DynamicCache(config=target.config)
+    call_forward(target, input_ids=ids, cache=plain)
+    expected = call_forward(target, input_ids=more, cache=plain).logits
+    with ProxyPrunedCache(target, FailsOnce(random_scores(target, 1, TOKENS)), policy, strict=True) as cache:
+        with pytest.raises(ScoringError, match="late"):
+            cache.prefill(ids)
+        assert cache.report().bytes_kept == sum(tensor.nbytes for tensor in cache.tensors())
+        assert torch.equal(call_forward(target, input_ids=more, cache=cache).logits, expected)
+        assert cache.report().kept_tokens == [[[TOKENS + 3] * 2] * len(cache.geometry.full_layers)]

@@ -59,6 +59,24 @@ def test_a_saved_cache_goes_on_where_it_was(tmp_path, kind, allocation, state):
             loaded.prefill(ids)
 
 
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_saved_cache_takes_the_dtype_of_the_model_that_loads_it(tmp_path, kind, allocation):
+    exact = tiny_model(kind).bfloat16().float()  # so that the weights are the same
+    scorer = FixedScorer(random_scores(exact, 1, 40))
+    with ProxyPrunedCache(exact, scorer, policy(allocation=allocation)) as cache:
+        cache.prefill(random_ids(1, 40))
+        cache.save(tmp_path)
+    half = tiny_model(kind).bfloat16()
+    with ProxyPrunedCache.load(tmp_path, target=half) as loaded, ProxyPrunedCache(half, scorer, cache.policy) as own:
+        own.prefill(random_ids(1, 40))
+        assert loaded.report().bytes_kept == own.report().bytes_kept
+        logits, expected = (
+            call_forward(half, input_ids=random_ids(1, 4, seed=3), cache=either).logits for either in (loaded, own)
+        )
+        torch.testing.assert_close(logits, expected, atol=0.5, rtol=0.1)
+
+
 def test_saving_over_an_older_one_replaces_it(tmp_path):
     model = tiny_model()
     for tokens in (20, 40):

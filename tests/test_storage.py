@@ -56,7 +56,8 @@ def test_forks_are_independent_and_share_until_written(ragged):
     if ragged:
         keep = torch.rand(2, 3, 40) < 0.4
         keep[..., 0] = True
-        storage = RaggedStorage.gather(storage.keys, storage.values, keep, torch.arange(2), [0, 1])
+        storage = RaggedStorage.empty(keys, values, keep, torch.arange(2))
+        storage.fill(keys, values, keep, [0, 1])
     fork = storage.fork()
     shared = storage_bytes([*storage.tensors(), *fork.tensors()])
     assert shared == storage_bytes(list(storage.tensors()))
@@ -70,7 +71,7 @@ def test_forks_are_independent_and_share_until_written(ragged):
     assert torch.equal(fork.keys, storage.keys)
 
 
-def test_gathering_keeps_marked_columns_in_order_and_all_later_ones():
+def test_filling_keeps_marked_columns_in_order_and_all_later_ones():
     keys, values = states(batch=3, tokens=10)
     keep = torch.zeros(2, 3, 8, dtype=torch.bool)
     places = [[[1, 5], [0, 7], [2, 3]], [[6, 7], [0, 1], [4, 5]]]
@@ -78,7 +79,8 @@ def test_gathering_keeps_marked_columns_in_order_and_all_later_ones():
         for head in range(3):
             keep[row, head, places[row][head]] = True
     rows = [1, 0, 1]
-    storage = DenseStorage.gather(keys, values, keep, torch.tensor(rows))
+    storage = DenseStorage.empty(keys, values, keep)
+    storage.fill(keys, values, keep, torch.tensor(rows))
     for batch_row, row in enumerate(rows):
         for head in range(3):
             columns = [*places[row][head], 8, 9]
@@ -90,7 +92,8 @@ def test_ragged_storage_holds_each_head_exactly():
     keys, values = states(batch=3, tokens=12)
     keep = torch.rand(2, 3, 10, generator=torch.Generator().manual_seed(1)) < 0.4
     keep[:, :, 3] = True
-    storage = RaggedStorage.gather(keys, values, keep, torch.tensor([0, 1, 1]), [0, 1])
+    storage = RaggedStorage.empty(keys, values, keep, torch.tensor([0, 1, 1]))
+    storage.fill(keys, values, keep, [0, 1])
     for row in range(2):
         for head in range(3):
             columns = keep[row, head].nonzero()[:, 0]

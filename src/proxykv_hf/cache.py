@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,14 +36,14 @@ from .errors import (
     InvalidPolicyError,
     UnsupportedModelError,
 )
-from .geometry import ModelGeometry
-from .inputs import check_input, mask_as_held
+from .geometry import ModelGeometry, device_of
+from .inputs import check_input, mask_as_held, without_seen
 from .layers import PrunedLayer
-from .prefill import SCHEDULES, Prefill, Schedule, Taps, checked_scores
+from .prefill import SCHEDULES, Prefill, Schedule, Taps, checked_scores, plain_timeout
 from .prompt import Context, Prompt, left_pad, plain_context, read_prompt
 from .pruning import Pruner, is_ragged, keep_masks, warn_over_budget
 from .report import CacheReport
-from .retention import RetentionPolicy, pack_mask, policy_or_ratio, unpack_mask
+from .retention import RetentionPolicy, check_policy, pack_mask, policy_or_ratio, unpack_mask
 from .scorers.base import Scorer, ScorerRun
 from .snapshot import load_cache, save_cache
 from .storage import RaggedStorage, own, storage_bytes
@@ -77,6 +78,7 @@ class ProxyPrunedCache(DynamicCache):
     Raises:
         UnsupportedModelError: The target has no KV cache that can be pruned.
         InvalidPolicyError: ``policy`` is not a `RetentionPolicy`.
+        InvalidInputError: A schedule, timeout or context that is none.
 
     Stock ``generate`` does not say where a prefill ends. A last chunk of one token counts as its
     continuation, and so does a follow-up after ``max_new_tokens=1``: call ``report()`` in between.
@@ -96,10 +98,7 @@ class ProxyPrunedCache(DynamicCache):
         timeout: float | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        if not isinstance(policy, RetentionPolicy):
-            raise InvalidPolicyError(
-                f"expected a RetentionPolicy, got {policy!r}: RetentionPolicy(retention_ratio=0.3), say"
-            )
+        check_policy(policy)
         if scorer is not None and (isinstance(scorer, type) or not isinstance(scorer, Scorer)):
             raise TypeError(f"expected a scorer such as KVzipScorer(tokenizer), got {scorer!r}")
         if schedule is not None and schedule not in SCHEDULES:
@@ -110,7 +109,7 @@ class ProxyPrunedCache(DynamicCache):
         self.policy = policy
         self.tokenizer = tokenizer
         self.strict = strict
-        self.timeout = timeout
+        self.timeout = plain_timeout(timeout)
         self.schedule = schedule
         self.context = plain_context(context)
         self._phase = _Phase.CLOSED
@@ -137,6 +136,7 @@ class ProxyPrunedCache(DynamicCache):
         self.layers = self._new_layers()
         self._phase = _Phase.EMPTY
         self._in_forward = False
+        self._forward_thread = threading.current_thread()  # of the latest forward
         self._forward_started = 0.0
         self._recording = False
         self._expected: int | None = None
@@ -149,7 +149,7 @@ class ProxyPrunedCache(DynamicCache):
         self._over_budget = 0
         self._kept: Tensor | None = None  # [R, L_full, H, ceil(P / 8)], packed bits
         self._seconds: dict[str, float] = {}
-        self._devices = {"target": str(self.target.device)}
+        self._devices = {"target": str(device_of(self.target))}
         self._bytes_peak = self._bytes_peak_proxy = 0
         self._fallback: str | None = None
 
@@ -209,9 +209,10 @@ class ProxyPrunedCache(DynamicCache):
         context = self.context if context is None else context
         shape = (input_ids.shape[0], input_ids.shape[1])
         read_prompt(input_ids, attention_mask, None, context, shape)  # refuses a wrong context before any work
-        inputs: dict[str, Any] = {"input_ids": input_ids.to(self.target.device)}
+        device = device_of(self.target.get_input_embeddings())
+        inputs: dict[str, Any] = {"input_ids": input_ids.to(device)}
         if attention_mask is not None:
-            mask = attention_mask.to(self.target.device)
+            mask = attention_mask.to(device)
             inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         self._prefill = self._new_prefill(context, scorers, strict=not prune)
         self._expected = input_ids.shape[1] if prune else None
@@ -240,7 +241,7 @@ class ProxyPrunedCache(DynamicCache):
 
         Raises:
             CacheStateError: The cache is empty or pruned already, or has several rows where a list is given.
-            InvalidPolicyError: An empty list.
+            InvalidPolicyError: What is no policy, or an empty list.
             ScoringError: Scores of a wrong shape, or with NaN.
         """
         self._settle()
@@ -249,6 +250,8 @@ class ProxyPrunedCache(DynamicCache):
                 "expected a whole cache, whose rows are not shared: make one with prefill(..., prune=False), and "
                 "fork(n) what compress() returns"
             )
+        for one in policy if isinstance(policy, Sequence) else [policy]:
+            check_policy(one)
         started = time.perf_counter()
         if isinstance(policy, RetentionPolicy):
             twin = self._twin(policy)
@@ -354,7 +357,8 @@ class ProxyPrunedCache(DynamicCache):
                 `pretrained.load_proxy_scorer`.
 
         Raises:
-            InvalidInputError: No mapper there; both or neither of ratio and policy.
+            InvalidInputError: No mapper there.
+            InvalidPolicyError: Both ratio and policy, or a wrong ratio.
             GeometryError: The mapper was trained for another target or proxy.
         """
         from .pretrained import load_proxy_scorer
@@ -386,7 +390,7 @@ class ProxyPrunedCache(DynamicCache):
         scorer: Scorer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> ProxyPrunedCache:
-        """A cache that `save` wrote.
+        """A cache that `save` wrote, put where the target's layers are, in the target's dtype.
 
         Args:
             folder: Where it lies.
@@ -471,7 +475,8 @@ class ProxyPrunedCache(DynamicCache):
 
         The first forward is prefill. After it, several tokens at once are its next chunk; one token,
         or any forward after a ``crop`` (assisted decoding), is a continuation, and so the prompt is
-        scored and pruned before it.
+        scored and pruned before it. Of a forward that brings what was seen once more, as assisted
+        decoding's first does over a filled cache, only the rest is run.
 
         Returns: other keyword arguments for the forward, or None.
         """
@@ -481,9 +486,11 @@ class ProxyPrunedCache(DynamicCache):
                 f"{type(model).__name__}: a cache belongs to the model it was made with"
             )
         self._check_usable()
-        call = bind_forward(model, args, kwargs)
+        seen = self.get_seq_length()
+        unseen = without_seen(kwargs, seen) if self._recording and seen else {}
+        call = bind_forward(model, args, kwargs | unseen)
         ragged = self.policy.allocation == "global" if self._prompt is None else self._is_ragged()
-        batch, tokens = check_input(call, len(self._rows), self.get_seq_length(), ragged)
+        batch, tokens = check_input(call, len(self._rows), seen, ragged)
         if self._phase is _Phase.PREFILL and self._is_prefill_over(tokens):
             self._settle()
         if self._phase is _Phase.PREFILL:
@@ -507,9 +514,10 @@ class ProxyPrunedCache(DynamicCache):
                 raise
             self._phase = _Phase.PREFILL
         mask = None if self._prompt is None else mask_as_held(call.get("attention_mask"), self._prompt, self._rows)
-        self._in_forward = True
+        self._in_forward, self._forward_thread = True, threading.current_thread()
         self._forward_started = time.perf_counter()
-        return None if mask is None else kwargs | {"attention_mask": mask}
+        changed = unseen if mask is None else unseen | {"attention_mask": mask}
+        return kwargs | changed if changed else None
 
     def _is_prefill_over(self, tokens: int) -> bool:
         """Whether a forward of ``tokens`` more belongs to the answer."""
@@ -527,7 +535,7 @@ class ProxyPrunedCache(DynamicCache):
 
     def after_forward(self, model: nn.Module, succeeded: bool) -> None:
         """Called as a forward with this cache ends; not for a KeyboardInterrupt in its midst."""
-        if not self._in_forward:  # refused before it began
+        if not self._in_forward or self._used_elsewhere():  # refused before it began
             return
         if not succeeded:
             self._spoil()
@@ -647,8 +655,7 @@ class ProxyPrunedCache(DynamicCache):
             return self._finish_prefill(prune)
         except BaseException as error:
             if self._prompt is not None and isinstance(error, Exception):
-                self._prefill.cancel()
-                self._phase = _Phase.READY  # whole, and right
+                self._end_prefill()  # whole, and right
             else:
                 self._spoil()
             raise
@@ -666,14 +673,19 @@ class ProxyPrunedCache(DynamicCache):
                 except BaseException:  # out of memory, say: some layers are pruned and some are not
                     self._spoil()
                     raise
-            for layer in self.layers:
-                if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would hold the whole prompt
-                    layer.keys, layer.values = own(layer.keys), own(layer.values)
-        self._phase = _Phase.READY
-        self._scores, self._may_prune_ahead = None, False
-        self._prefill = self._new_prefill(self.context)  # lets go of the prompt
+            self._end_prefill()
         warn_over_budget(self._over_budget)
         return scores
+
+    def _end_prefill(self) -> None:
+        """From now on forwards append; nothing of the prefill is left that they could meet."""
+        self._prefill.cancel()
+        self._prefill = self._new_prefill(self.context)  # lets go of the prompt
+        self._expected, self._scores, self._may_prune_ahead = None, None, False
+        self._phase = _Phase.READY
+        for layer in self.layers:
+            if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would hold the whole prompt
+                layer.keys, layer.values = own(layer.keys), own(layer.values)
 
     def _score_ahead(self) -> None:
         """Score while the target prefills; layers that are filled already are pruned at once."""
@@ -716,7 +728,8 @@ class ProxyPrunedCache(DynamicCache):
             raise CacheStateError(f"expected one row, to be kept in several ways, got a cache of {len(self._rows)}")
         if not policies:
             raise InvalidPolicyError("expected a policy, or a list of at least one, got an empty list")
-        self._prompt, self._rows = self._prompt.repeated(len(policies)), torch.arange(len(policies))
+        self._prompt = self._prompt.repeated(int(self._rows[0]), len(policies))
+        self._rows = torch.arange(len(policies))
         scores = checked_scores(scores, self.geometry, self._prompt)[:, list(self.geometry.full_layers)]
         keep, self._over_budget = keep_masks(scores, self._prompt, policies)
         self._kept = pack_mask(keep).cpu()
@@ -775,7 +788,17 @@ class ProxyPrunedCache(DynamicCache):
     def _full_layers(self) -> Iterator[PrunedLayer]:
         return (layer for layer in self.layers if isinstance(layer, PrunedLayer))
 
+    def _used_elsewhere(self) -> bool:
+        """Whether another thread, which still runs, is in a forward."""
+        thread = self._forward_thread
+        return self._in_forward and thread is not threading.current_thread() and thread.is_alive()
+
     def _check_usable(self) -> None:
+        if self._used_elsewhere():
+            raise CacheStateError(
+                "the cache is in use by another thread, in a forward: call when that is through, or fork() before; "
+                "reset() if it never ends"
+            )
         if self._in_forward:  # the forward before this call never ended: a KeyboardInterrupt, say
             self._spoil()
         if self._phase is _Phase.CLOSED:

@@ -13,7 +13,7 @@ from .attention import Lease
 from .errors import CacheStateError, InvalidInputError, ScoringError
 from .prompt import Context, read_prompt
 from .pruning import Pruner, is_ragged, keep_masks, warn_over_budget
-from .retention import RetentionPolicy
+from .retention import RetentionPolicy, check_policy
 from .storage import own
 
 
@@ -36,14 +36,16 @@ def prune_dynamic_cache(
         target: The model that made the cache. Needed where heads or rows keep different numbers
             (``allocation="global"``, padding): their attention is ours, and ``target`` has it until
             the cache is collected.
-        attention_mask: `[B, N]`, left-padded, of a padded prompt.
+        attention_mask: `[B, N]` over all that the cache holds, left-padded, where rows have padding.
         context: What may be evicted, in each row's own positions.
 
     Raises:
         CacheStateError: An empty cache, or one that is pruned already.
         ScoringError: Scores of a wrong shape, or with NaN.
-        InvalidInputError: A target is needed and none was given.
+        InvalidInputError: A target is needed and none was given, or a mask of another shape.
+        InvalidPolicyError: ``policy`` is not a `RetentionPolicy`.
     """
+    check_policy(policy)
     if type(cache) is not DynamicCache:
         raise CacheStateError(
             f"expected a plain DynamicCache, got {type(cache).__name__}; a ProxyPrunedCache has compress()"
@@ -56,6 +58,11 @@ def prune_dynamic_cache(
     expected = (batch, len(layers), heads, tokens)
     if tuple(scores.shape) != expected:
         raise ScoringError(f"expected scores [B, L, H, N] = {[*expected]}, got {[*scores.shape]}")
+    if attention_mask is not None and attention_mask.shape != (batch, tokens):
+        raise InvalidInputError(
+            f"expected attention_mask [{batch}, {tokens}], over all that the cache holds (after generate also the "
+            f"tokens generated), got {[*attention_mask.shape]}"
+        )
     prompt, rows = read_prompt(None, attention_mask, None, context, (batch, tokens))
     scores = scores[:, places]
     if any(scores[row, :, :, pad:].isnan().any() for row, pad in enumerate(prompt.pads)):

@@ -26,6 +26,8 @@ M = TypeVar("M", bound=PreTrainedModel)
 class ProxyKVConfig:
     """How ``generate`` is to prune. One object may serve many calls: it loads its mapper once for a model.
 
+    What it says may be changed between calls.
+
     Args:
         mapper: A Hub id or folder; or give ``scorer``.
         scorer: Any scorer, in place of a mapper.
@@ -55,29 +57,40 @@ class ProxyKVConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._checked_policy()
+        # Of each target: from what its scorer was loaded, and the scorer.
+        self._loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Scorer]] = weakref.WeakKeyDictionary()
+
+    def _checked_policy(self) -> RetentionPolicy:
         if (self.mapper is None) == (self.scorer is None):
             given = "neither" if self.mapper is None else "both"
             raise InvalidInputError(f"expected a mapper or a scorer, got {given}: give exactly one of them")
-        self.policy = policy_or_ratio(self.policy, self.retention_ratio)
-        self._scorers: weakref.WeakKeyDictionary[PreTrainedModel, Scorer] = weakref.WeakKeyDictionary()
+        return policy_or_ratio(self.policy, self.retention_ratio)
 
     def make_cache(self, target: PreTrainedModel) -> ProxyPrunedCache:
         """A new cache for ``target``; a mapper is loaded on the first call."""
-        scorer = self.scorer or self._scorers.get(target)
-        if scorer is None:
-            assert self.mapper is not None
-            scorer = self._scorers[target] = load_proxy_scorer(self.mapper, target=target, **self.options)
-        assert self.policy is not None
+        policy = self._checked_policy()
         return ProxyPrunedCache(
             target,
-            scorer,
-            self.policy,
+            self._scorer(target),
+            policy,
             tokenizer=self.tokenizer,
             context=self.context,
             strict=self.strict,
             timeout=self.timeout,
             schedule=self.schedule,
         )
+
+    def _scorer(self, target: PreTrainedModel) -> Scorer:
+        if self.scorer is not None:
+            return self.scorer
+        assert self.mapper is not None
+        source = (self.mapper, dict(self.options))
+        loaded, scorer = self._loaded.get(target, (None, None))
+        if scorer is None or loaded != source:
+            scorer = load_proxy_scorer(self.mapper, target=target, **self.options)
+            self._loaded[target] = (source, scorer)
+        return scorer
 
 
 class ProxyKVGenerationMixin:
@@ -106,9 +119,8 @@ class ProxyKVGenerationMixin:
             return generate(inputs, *args, **kwargs)
         if any(kwargs.get(name) is not None for name in CACHE_KEYWORDS):
             raise InvalidInputError("expected proxykv or a cache, got both: a ProxyPrunedCache is a cache already")
-        prompt = next(
-            (p for p in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if p is not None), None
-        )
+        given = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))  # of both, embeddings are prefilled
+        prompt = next((p for p in given if p is not None), None)
         assert isinstance(self, PreTrainedModel)
         cache = proxykv.make_cache(self)
         output: Any = None

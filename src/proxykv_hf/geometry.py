@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -101,17 +102,37 @@ class ModelGeometry:
         return cls(**{**data, "sliding_windows": tuple(data["sliding_windows"])})
 
 
-def weights_fingerprint(model: PreTrainedModel) -> str:
+def device_of(module: nn.Module) -> torch.device:
+    """Where ``module`` computes: its first parameter's device or, if that is offloaded, accelerate's for it."""
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            if not parameter.is_meta:
+                return parameter.device
+            device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+            return torch.device("cpu" if device is None else device)
+    return torch.device("cpu")
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str | None:
     """16 hex digits that differ for other weights of the same geometry, say another quantization.
+
+    None where weights are offloaded, and cannot be read.
 
     A hash over the names and at most 16 evenly spaced values of each floating-point parameter, as
     float32: quick, the same on every device, and independent of the parameters' layout.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
+        if parameter.is_meta:
+            return None
         if parameter.is_floating_point() and parameter.numel():
             step = max(1, parameter.numel() // 16)
             places = torch.arange(0, parameter.numel(), step, device=parameter.device)[:16]
             sample = parameter.detach().flatten()[places].float().cpu()
             digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def are_other_weights(model: PreTrainedModel, fingerprint: str | None) -> bool:
+    """Whether ``model``'s weights are known to be others than those of ``fingerprint``; None is that of none known."""
+    return fingerprint is not None and weights_fingerprint(model) not in (None, fingerprint)

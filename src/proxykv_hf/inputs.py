@@ -11,6 +11,36 @@ from torch import Tensor
 from .errors import InvalidInputError
 from .prompt import Prompt
 
+#: Arguments of a forward whose last dimension counts tokens.
+TOKEN_ARGUMENTS = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+def without_seen(kwargs: Mapping[str, Any], seen: int) -> dict[str, Tensor]:
+    """What to change in a forward that brings all tokens though the cache has ``seen`` of them; else nothing.
+
+    The first forward of transformers' assisted decoding does, whatever the cache holds. Its positions, which
+    start over, tell it from a continuation.
+
+    Args:
+        kwargs: The forward's.
+        seen: At least 1.
+
+    Raises:
+        InvalidInputError: There are no new tokens to predict from.
+    """
+    ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+    if ids is None or positions is None or positions.shape[-1] != ids.shape[1] or positions[..., 0].any():
+        return {}
+    logits = kwargs.get("logits_to_keep")
+    wanted = max(logits, 1) if isinstance(logits, int) else 1
+    if ids.shape[1] - seen < wanted:
+        raise InvalidInputError(
+            f"assisted decoding over a filled cache wants all tokens, those seen and new ones: expected more than the "
+            f"{seen} seen, got {ids.shape[1] - wanted + 1}"
+        )
+    given = {name: kwargs.get(name) for name in TOKEN_ARGUMENTS}
+    return {name: value[..., seen:] for name, value in given.items() if value is not None}
+
 
 def check_input(call: Mapping[str, Any], rows: int, seen: int, ragged: bool) -> tuple[int, int]:
     """The shape ``(B, q)`` of a forward's input.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import attention
 from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, ScoringError, UnsupportedModelError
-from .geometry import ModelGeometry
+from .geometry import ModelGeometry, device_of
 from .layers import PrunedLayer
 from .prompt import Context, Prompt, check_left_padded, read_prompt
 from .scorers.base import Observation, OnLane, Scorer, ScorerRun, ScoringRequest
@@ -29,6 +31,19 @@ SCHEDULES = get_args(Schedule)
 #: Arguments of a forward by which its rows are told apart, and kinds of values that concern all rows alike.
 ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache")
 SCALARS = (bool, int, float, str, type(None))
+
+
+def plain_timeout(timeout: float | None) -> float | None:
+    """``timeout`` in seconds, None for as long as it takes.
+
+    Raises:
+        InvalidInputError: It is no time that can be waited for.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not 0 <= timeout <= threading.TIMEOUT_MAX:
+        raise InvalidInputError(f"timeout: expected seconds, a number of at least 0, or None, got {timeout!r}")
+    return float(timeout)
 
 
 class Prefill:
@@ -146,7 +161,7 @@ class Prefill:
         """Lanes that would take each other's cores run one after another: together they take far longer."""
         lanes = [scorer.lane for scorer in self.scorers.values() if isinstance(scorer, OnLane)]
         shared = any(lane.threads is None and lane.device.type == "cpu" for lane in lanes)
-        return "proxy_first" if shared and self.target.device.type == "cpu" else "overlap"
+        return "proxy_first" if shared and device_of(self.target).type == "cpu" else "overlap"
 
     def extend(self, call: Mapping[str, Any], shape: tuple[int, int]) -> None:
         """The next chunk follows: who does not observe begins again when the prompt is whole."""

@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning
-from .geometry import ModelGeometry, weights_fingerprint
+from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, UnsupportedModelError
+from .geometry import ModelGeometry, are_other_weights, device_of
 from .lane import usable_device
 from .mapper import HybridAxialMapper
 from .scorers.proxy import ProxyScorer, check_proxy, check_target
@@ -46,24 +46,26 @@ def load_proxy_scorer(
     Args:
         mapper: A Hub id, a folder, or a mapper.
         target: The model whose cache is to be pruned.
-        proxy: A folder, an id or a model in place of the one that the mapper's config names.
+        proxy: A folder, an id or a model in place of the one that the mapper's config names. A model may be
+            whole or cut to the layers that the mapper reads, and is taken to have the target's tokenizer.
         revision: Of the mapper on the Hub.
-        device: Of proxy and mapper; the target's by default.
-        dtype: Of the proxy; the target's by default. The mapper computes in float32.
+        device: Of a proxy that is loaded here; the target's by default. A proxy that is a model, or the target's own
+            layers, stays where it is. The mapper goes where the proxy is.
+        dtype: Of a proxy that is loaded here; the target's by default. The mapper computes in float32.
         threads: CPU threads of the proxy's lane.
 
     Raises:
         InvalidInputError: ``mapper`` holds no mapper, or one in another form than safetensors; torch cannot
             compute on ``device``.
         GeometryError: The mapper was made for another target or proxy.
+        UnsupportedModelError: The proxy is to be the first layers of a model whose weights are not plain.
 
     Other weights of the same geometry than those it was trained with, another quantization or dtype say, are
     a `ProxyKVWarning`.
     """
-    device = target.device if device is None else usable_device(device)
+    device = device_of(target) if device is None else usable_device(device)
     dtype = target.dtype if dtype is None else dtype
     loaded = mapper if isinstance(mapper, HybridAxialMapper) else load_mapper(mapper, revision)
-    nn.Module.to(loaded, device=device, dtype=torch.float32).eval()
     config = loaded.config
     check_target(loaded, ModelGeometry.from_config(target.config))
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -71,6 +73,9 @@ def load_proxy_scorer(
     small: PreTrainedModel
     if isinstance(proxy, PreTrainedModel):
         small = cast(PreTrainedModel, proxy.base_model)
+        if small.config.get_text_config(decoder=True).num_hidden_layers != layers:
+            check_proxy(loaded, ModelGeometry.from_config(proxy.config))
+            small = first_layers(proxy, layers)
     elif proxy is None and config.proxy_id == SELF_PROXY:
         small = first_layers(target, layers)
     else:
@@ -79,13 +84,14 @@ def load_proxy_scorer(
         small = load_first_layers(source, layers, revision=at, dtype=dtype, device=device)
         tokenizer = AutoTokenizer.from_pretrained(source, revision=at or "main")
     for what, model, expected in (("target", target, config.target_weights), ("proxy", small, config.proxy_weights)):
-        if expected is not None and weights_fingerprint(model) != expected:
+        if are_other_weights(model, expected):
             warnings.warn(
                 f"the mapper was trained with other weights of the {what} (another fine-tune or quantization of the "
                 f"same geometry, or the same weights in another dtype than {model.dtype}): it keeps a little less well",
                 ProxyKVWarning,
                 stacklevel=3,
             )
+    nn.Module.to(loaded, device=device_of(small), dtype=torch.float32).eval()
     return ProxyScorer(small, loaded, tokenizer=tokenizer, threads=threads)
 
 
@@ -165,12 +171,30 @@ def load_first_layers(
 
 
 def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A decoder of the target's first layers: modules of its own, the target's parameters."""
+    """A decoder of the target's first layers: modules of its own, the target's parameters.
+
+    Raises:
+        UnsupportedModelError: They are not plain tensors on one device.
+    """
     config = _cut(target.config, layers)
     config._attn_implementation = "sdpa"
     with init_empty_weights(include_buffers=False):  # buffers, of rotary embeddings say, are small and real
         model = AutoModel.from_config(config)
     wanted = set(model.state_dict())
-    shared = {name: tensor for name, tensor in target.base_model.named_parameters() if name in wanted}
+    shared = {
+        name: tensor
+        for name, tensor in target.base_model.named_parameters()
+        if name in wanted and tensor.is_floating_point()
+    }
     model.load_state_dict(shared, strict=False, assign=True)
-    return cast(PreTrainedModel, nn.Module.to(model, target.device).eval())
+    places = {parameter.device for parameter in model.parameters()}
+    if len(places) > 1 or torch.device("meta") in places:
+        raise UnsupportedModelError(
+            f"expected the first {layers} layers of {type(target).__name__}, which are to be the proxy, as plain "
+            "weights on one device: they are wrapped (merge an adapter such as LoRA first), quantized, offloaded, or "
+            "on several devices; a mapper whose proxy is another model has no such need"
+        )
+    for module in model.modules():  # `to` would move the target's own parameters as well
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(*places))
+    return cast(PreTrainedModel, model.eval())

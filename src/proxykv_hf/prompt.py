@@ -57,13 +57,13 @@ class Prompt:
         """The same without the tokens, to be kept for long."""
         return replace(self, input_ids=None)
 
-    def repeated(self, rows: int) -> Prompt:
-        """One row as ``rows`` distinct ones, which are to be kept differently."""
+    def repeated(self, row: int, times: int) -> Prompt:
+        """A distinct row as ``times`` distinct ones, which are to be kept differently."""
         return replace(
             self.without_ids(),
-            lengths=self.lengths * rows,
-            contexts=self.contexts * rows,
-            next_positions=self.next_positions * rows,
+            lengths=self.lengths[row : row + 1] * times,
+            contexts=self.contexts[row : row + 1] * times,
+            next_positions=self.next_positions[row : row + 1] * times,
         )
 
     def cropped(self, columns: int) -> Prompt:

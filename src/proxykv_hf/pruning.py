@@ -74,8 +74,8 @@ class Pruner:
     def _empty(self, keys: Tensor, values: Tensor, keep: Tensor) -> DenseStorage | RaggedStorage:
         """Room for what ``keep`` `[R, H, P]` marks, and in a dense one for all later columns."""
         if self._ragged:
-            return RaggedStorage.empty(keys, values, tuple(map(tuple, keep.sum(2).tolist())), self._rows)
-        return DenseStorage.empty(keys, values, int(keep[0, 0].sum()) + keys.shape[2] - keep.shape[2])
+            return RaggedStorage.empty(keys, values, keep, self._rows)
+        return DenseStorage.empty(keys, values, keep)
 
     def prune(self, place: int, index: int, keys: Tensor, values: Tensor) -> PrunedLayer:
         """The layer of what is kept.

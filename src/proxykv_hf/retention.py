@@ -13,6 +13,9 @@ from torch import Tensor
 
 from .errors import InvalidPolicyError
 
+#: Arguments of a policy that are integers of at least 0.
+COUNTS = ("sink_tokens", "recent_tokens", "min_context")
+
 
 @dataclass(frozen=True)
 class RetentionPolicy:
@@ -57,7 +60,7 @@ class RetentionPolicy:
             raise InvalidPolicyError(f"max_tokens: expected an integer of at least 1, got {self.max_tokens!r}")
         if self.allocation not in ("global", "uniform"):
             raise InvalidPolicyError(f"allocation: expected 'global' or 'uniform', got {self.allocation!r}")
-        for name in ("sink_tokens", "recent_tokens", "min_context"):
+        for name in COUNTS:
             value = getattr(self, name)
             if not (_is_count(value) and value >= 0):
                 raise InvalidPolicyError(f"{name}: expected an integer of at least 0, got {value!r}")
@@ -67,11 +70,11 @@ class RetentionPolicy:
                 raise InvalidPolicyError(
                     f"protected: expected a tuple of spans (start, stop), 0 <= start < stop, got {span!r} in it"
                 )
-        plain = {
+        plain: dict[str, Any] = {
             "retention_ratio": None if ratio is None else float(ratio),
             "max_tokens": None if self.max_tokens is None else int(self.max_tokens),
             "protected": tuple((int(start), int(stop)) for start, stop in self.protected),
-        }
+        } | {name: int(getattr(self, name)) for name in COUNTS}
         for name, value in plain.items():  # numpy's numbers become Python's, for JSON
             object.__setattr__(self, name, value)
 
@@ -85,6 +88,18 @@ class RetentionPolicy:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; ``RetentionPolicy(**d)`` reads it back."""
         return dataclasses.asdict(self)
+
+
+def check_policy(policy: object) -> None:
+    """Refuse what is no policy, a bare ratio say.
+
+    Raises:
+        InvalidPolicyError: It is none.
+    """
+    if not isinstance(policy, RetentionPolicy):
+        raise InvalidPolicyError(
+            f"expected a RetentionPolicy, got {policy!r}: RetentionPolicy(retention_ratio=0.3), say"
+        )
 
 
 def policy_or_ratio(policy: RetentionPolicy | None, retention_ratio: float | None) -> RetentionPolicy:

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .attention import attention_modules
 from .errors import CacheStateError, GeometryError, ProxyKVWarning
-from .geometry import ModelGeometry, weights_fingerprint
+from .geometry import ModelGeometry, are_other_weights, device_of, weights_fingerprint
 from .layers import PrunedLayer
 from .prompt import Prompt
 from .retention import RetentionPolicy
@@ -59,6 +60,7 @@ def save_cache(cache: ProxyPrunedCache, folder: Path) -> None:
         "format": FORMAT,
         "geometry": cache.geometry.to_dict(),
         "weights": weights_fingerprint(cache.target),
+        "dtype": str(cache.target.dtype),
         "policy": cache.policy.to_dict(),
         "prompt": None if cache._prompt is None else dataclasses.asdict(cache._prompt),
         "context": cache.context,
@@ -95,7 +97,7 @@ def load_cache(
     if not path.is_file():
         raise FileNotFoundError(f"expected a folder that holds {FILE_NAME}, as cache.save(folder) writes it: {folder}")
     try:
-        with safe_open(path, framework="pt", device=str(target.device)) as file:
+        with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("proxykv", "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, json.JSONDecodeError) as error:
@@ -111,7 +113,7 @@ def load_cache(
             f"{', '.join(f'{n}={getattr(own, n)!r}' for n in differ)}, got "
             f"{', '.join(f'{n}={getattr(saved, n)!r}' for n in differ)}"
         )
-    if header["weights"] != weights_fingerprint(target):
+    if are_other_weights(target, header["weights"]):
         warnings.warn(
             f"the cache in {folder} was made by other weights of the same geometry (another fine-tune or "
             "quantization): answers may suffer",
@@ -119,9 +121,21 @@ def load_cache(
             stacklevel=3,
         )
     try:
+        _move(tensors, header, target)
         return _rebuilt(cache_class, header, tensors, target, scorer, tokenizer)
     except (KeyError, TypeError) as error:
         raise CacheStateError(f"{path} lacks {error}, which format {FORMAT} has: save the cache again") from error
+
+
+def _move(tensors: dict[str, Tensor], header: dict[str, Any], target: PreTrainedModel) -> None:
+    """Put each layer's K and V where the target's layer is, and in the target's dtype if it was another's."""
+    dtype = target.dtype if header["dtype"] != str(target.dtype) else None
+    devices = {str(module.layer_idx): device_of(module) for module in attention_modules(target)}
+    elsewhere = device_of(target)
+    for name, tensor in tensors.items():
+        layer, _, what = name.partition(".")
+        if what.endswith(("keys", "values")):
+            tensors[name] = tensor.to(devices.get(layer, elsewhere), dtype)
 
 
 def _rebuilt(
@@ -145,8 +159,8 @@ def _rebuilt(
     cache._restore(
         layers=[_layer(index, entry, tensors, cache) for index, entry in enumerate(header["layers"])],
         prompt=_prompt(header["prompt"]),
-        rows=tensors["rows"].cpu(),
-        kept=tensors["kept"].cpu() if "kept" in tensors else None,
+        rows=tensors["rows"],
+        kept=tensors.get("kept"),
         seconds=header["seconds"],
         devices=header["devices"],
         fallback=header["fallback"],
@@ -179,5 +193,5 @@ def _layer(index: int, entry: dict[str, Any], tensors: dict[str, Tensor], cache:
     if entry["kind"] == "ragged":
         lengths = tuple(tuple(row) for row in entry["lengths"])
         block = RaggedBlock(tensors[f"{index}.block_keys"], tensors[f"{index}.block_values"], lengths)
-        storage = RaggedStorage(block, tensors[f"{index}.rows"].cpu(), DenseStorage(keys, values))
+        storage = RaggedStorage(block, tensors[f"{index}.rows"], DenseStorage(keys, values))
     return PrunedLayer(index, storage, entry["offset"], entry["fixed"])

@@ -110,9 +110,9 @@ class DenseStorage:
 
     @classmethod
     @plain_tensors
-    def empty(cls, keys: Tensor, values: Tensor, columns: int) -> DenseStorage:
-        """Room for so many columns of such K `[B, H, N, D]` and V `[B, H, N, Dv]`, to be filled."""
-        room = (*keys.shape[:2], columns)
+    def empty(cls, keys: Tensor, values: Tensor, keep: Tensor) -> DenseStorage:
+        """Room for what ``keep`` marks, the same number for every row and head, to be filled; see `fill`."""
+        room = (*keys.shape[:2], int(keep[0, 0].sum()) + keys.shape[2] - keep.shape[2])
         return cls(keys.new_empty(*room, keys.shape[3]), values.new_empty(*room, values.shape[3]))
 
     @plain_tensors
@@ -132,13 +132,6 @@ class DenseStorage:
         places = places.index_select(0, rows.to(places.device)).unsqueeze(-1)  # [B, H, K, 1]
         torch.gather(keys, 2, places.expand(-1, -1, -1, keys.shape[3]), out=self._keys)
         torch.gather(values, 2, places.expand(-1, -1, -1, values.shape[3]), out=self._values)
-
-    @classmethod
-    def gather(cls, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor) -> DenseStorage:
-        """Only what ``keep`` marks, see `fill`; the same number for every row and head."""
-        storage = cls.empty(keys, values, int(keep[0, 0].sum()) + keys.shape[2] - keep.shape[2])
-        storage.fill(keys, values, keep, rows)
-        return storage
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that hold memory."""
@@ -220,9 +213,16 @@ class RaggedStorage:
 
     @classmethod
     @plain_tensors
-    def empty(cls, keys: Tensor, values: Tensor, lengths: tuple[tuple[int, ...], ...], rows: Tensor) -> RaggedStorage:
-        """Room for so much of such K `[B, H, N, D]` and V `[B, H, N, Dv]`, to be filled; all its views are made."""
-        block = RaggedBlock.empty(keys, values, lengths)
+    def empty(cls, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor) -> RaggedStorage:
+        """Room for what ``keep`` marks, to be filled, see `fill`; all its views are made.
+
+        Args:
+            keys: `[B, H, N, D]`.
+            values: `[B, H, N, Dv]`.
+            keep: `[R, H, N']`, bool.
+            rows: `[B]`, the distinct row of each batch row.
+        """
+        block = RaggedBlock.empty(keys, values, tuple(map(tuple, keep.sum(2).tolist())))
         _ = block.heads
         return cls(block, rows, DenseStorage(keys[:, :, :0], values[:, :, :0]))
 
@@ -239,16 +239,6 @@ class RaggedStorage:
         self.block.fill(keys[:, :, :prompt], values[:, :, :prompt], keep, representatives)
         if keys.shape[2] > prompt:
             self.tail = DenseStorage(keys[:, :, prompt:], values[:, :, prompt:])
-
-    @classmethod
-    def gather(
-        cls, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor, representatives: Sequence[int]
-    ) -> RaggedStorage:
-        """Only what ``keep`` marks, see `fill`; ``rows`` `[B]` is the distinct row of each batch row."""
-        lengths = tuple(tuple(row) for row in keep.sum(2).tolist())
-        storage = cls.empty(keys, values, lengths, rows)
-        storage.fill(keys, values, keep, representatives)
-        return storage
 
     @classmethod
     @plain_tensors

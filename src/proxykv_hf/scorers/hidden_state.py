@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..errors import GeometryError, InvalidInputError, ProxyKVWarning
 from ..files import write_whole
-from ..geometry import ModelGeometry, weights_fingerprint
+from ..geometry import ModelGeometry, are_other_weights
 from .base import Observation, ScorerRun, ScoringRequest, WholeCache
 
 MODEL_TYPE = "hidden_state_heads"
@@ -145,11 +145,11 @@ class HiddenStateScorer:
         scorer = cls(HiddenStateHeads.from_pretrained(folder))
         if target is not None:
             scorer._check(ModelGeometry.from_config(target.config))
-            trained = scorer.heads.target_weights
-            if trained is not None and weights_fingerprint(target) != trained:
+            if are_other_weights(target, scorer.heads.target_weights):
                 warnings.warn(
                     "the heads were trained with other weights of the target (another fine-tune or quantization of "
-                    "the same geometry): they keep a little less well",
+                    f"the same geometry, or the same weights in another dtype than {target.dtype}): they keep a little "
+                    "less well",
                     ProxyKVWarning,
                     stacklevel=2,
                 )

@@ -16,7 +16,7 @@ from ..cache import ProxyPrunedCache
 from ..chat import chat_affixes, encode
 from ..errors import InvalidInputError, ShardError
 from ..geometry import ModelGeometry, weights_fingerprint
-from ..reconstruction import RECIPE, repeat_inputs
+from ..reconstruction import RECIPE, repeat_length
 from ..retention import RetentionPolicy
 from ..scorers.kvzip import KVzipScorer
 from .corpus import Corpus, Split
@@ -194,8 +194,7 @@ def _identity(
 def _check_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prefix: int, longest: int) -> None:
     """Refuse documents that KVzip has no positions to repeat in."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    repeated = max(len(ids) for _, _, ids in repeat_inputs(tokenizer, torch.zeros(longest, dtype=torch.long)))
-    needed = prefix + longest + repeated
+    needed = prefix + longest + repeat_length(tokenizer, torch.zeros(longest, dtype=torch.long))
     if limit is not None and needed > limit:
         raise InvalidInputError(
             f"tokens: the longest documents, of {longest} tokens, take {needed} positions to read and repeat, and the "
