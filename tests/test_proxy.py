@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, pad_left, random_ids, tiny_model, tiny_tokenizer
 
 from proxykv_hf import (
@@ -21,6 +22,7 @@ from proxykv_hf import (
     ProxyKVWarning,
     ProxyPrunedCache,
     ProxyScorer,
+    RandomScorer,
     RetentionPolicy,
     ScoringError,
     StaticAlignmentScorer,
@@ -300,6 +302,26 @@ def test_the_targets_own_first_layers_can_be_the_proxy(target, tmp_path):
         assert cache.report().fallback is None
         assert sum(map(sum, kept_counts(cache))) == round(0.3 * 6 * TOKENS)
     assert out.shape == (1, TOKENS + 4)
+
+
+def test_first_layers_compute_as_the_target_does():
+    """With Gemma 2's cap on logits, which torch's fused attention leaves out, even while a cache is open."""
+    target = tiny_model("gemma2", 2, attention="eager")
+    assert first_layers(target, 2).config._attn_implementation == target.config._attn_implementation == "eager"
+    with ProxyPrunedCache(target, RandomScorer(), POLICY) as cache:
+        cache.prefill(random_ids(1, 20))
+        assert first_layers(target, 2).config._attn_implementation == "eager"
+
+
+def test_a_proxy_on_disk_that_lacks_weights_is_refused(proxy, tmp_path):
+    proxy.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if "layers.1.mlp.up_proj" in name)
+    save_file({key: value for key, value in weights.items() if key != name}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidInputError, match=r"all weights of .* lacks layers\.1\.mlp\.up_proj"):
+        load_first_layers(str(tmp_path), 2, revision=None, dtype=torch.float32, device=torch.device("cpu"))
+    cut = load_first_layers(str(tmp_path), 1, revision=None, dtype=torch.float32, device=torch.device("cpu"))
+    assert cut.config.num_hidden_layers == 1
 
 
 def test_first_layers_that_cannot_be_shared_say_so(target):

@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from . import attention
 from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, UnsupportedModelError
 from .geometry import ModelGeometry, are_other_weights, device_of
 from .lane import usable_device
@@ -159,14 +160,25 @@ def _cut(config: PreTrainedConfig, layers: int) -> Any:
 def load_first_layers(
     source: str, layers: int, *, revision: str | None, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """The first layers of a model on disk or the Hub, without its language-model head; the rest is not read."""
+    """The first layers of a model on disk or the Hub, without its language-model head; the rest is not read.
+
+    Raises:
+        InvalidInputError: The model has fewer layers, or its files lack some of their weights.
+    """
     config = _cut(AutoConfig.from_pretrained(source, revision=revision or "main"), layers)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # that the other layers' weights are not used is what is wanted
     try:
-        model = AutoModel.from_pretrained(source, revision=revision or "main", config=config, dtype=dtype)
+        model, loading = AutoModel.from_pretrained(
+            source, revision=revision or "main", config=config, dtype=dtype, output_loading_info=True
+        )
     finally:
         logging.set_verbosity(verbosity)
+    if missing := loading["missing_keys"]:
+        raise InvalidInputError(
+            f"expected a proxy with all weights of its first {layers} layers, but {source} lacks "
+            f"{', '.join(sorted(missing))}: fetch it again"
+        )
     return cast(PreTrainedModel, nn.Module.to(model, device).eval())
 
 
@@ -177,7 +189,7 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
         UnsupportedModelError: They are not plain tensors on one device.
     """
     config = _cut(target.config, layers)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = config._attn_implementation.removeprefix(attention.PREFIX)  # a cache may be open
     with init_empty_weights(include_buffers=False):  # buffers, of rotary embeddings say, are small and real
         model = AutoModel.from_config(config)
     wanted = set(model.state_dict())
