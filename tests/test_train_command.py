@@ -165,6 +165,9 @@ def test_a_batch_that_the_processes_cannot_share_is_refused(home, teacher, tmp_p
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-coder", "smollm2"])
-def test_the_shipped_configs_are_right(name):
-    config = TrainingConfig.read(Path(__file__).parents[1] / "examples" / f"train_{name}.toml")
+def test_the_shipped_mappers_were_trained_as_their_files_say(name):
+    root = Path(__file__).parents[1]
+    config = TrainingConfig.read(root / "examples" / f"train_{name}.toml")
     assert config.out == f"mappers/{name}"
+    results = json.loads((root / config.out / "results.json").read_text())
+    assert results["config"] == json.loads(json.dumps(config.to_dict()))
