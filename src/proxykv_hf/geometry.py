@@ -102,6 +102,12 @@ class ModelGeometry:
         return cls(**{**data, "sliding_windows": tuple(data["sliding_windows"])})
 
 
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Positions that a model's decoder has, or None if its config does not say."""
+    limit: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Where ``module`` computes: its first parameter's device or, if that is offloaded, accelerate's for it."""
     for part in module.modules():

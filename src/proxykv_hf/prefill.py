@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import attention
 from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, ScoringError, UnsupportedModelError
-from .geometry import ModelGeometry, device_of
+from .geometry import ModelGeometry, device_of, max_positions
 from .layers import PrunedLayer
 from .prompt import Context, Prompt, check_left_padded, read_prompt
 from .scorers.base import Observation, OnLane, Scorer, ScorerRun, ScoringRequest
@@ -277,7 +277,7 @@ class Prefill:
         return self._scoring_request(prompt, at_once)
 
     def _scoring_request(self, prompt: Prompt, at_once: bool) -> ScoringRequest:
-        limit = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limit = max_positions(self.target.config)
         return ScoringRequest(prompt, self.target, self.geometry, self.tokenizer, limit, self.timeout, at_once)
 
     def _fail(self, name: str, error: Exception) -> None:

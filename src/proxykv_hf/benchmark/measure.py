@@ -25,6 +25,7 @@ from .. import __version__
 from .._compat import call_forward
 from ..cache import ProxyPrunedCache
 from ..errors import InvalidInputError
+from ..geometry import max_positions
 from ..reconstruction import repeat_length
 from ..retention import RetentionPolicy
 from ..scorers.base import Scorer
@@ -115,7 +116,7 @@ class Plan:
                 after = max(after, repeat_length(tokenizer, ids[0, :length]))
                 advice += ", or leave out kvzip, which repeats the prompt at the positions after it"
             for model, config, needed in (("target", target, length + after), ("proxy", proxy, length)):
-                limit = None if config is None else _max_positions(config)
+                limit = None if config is None else max_positions(config)
                 if limit is not None and needed > limit:
                     raise InvalidInputError(
                         f"lengths: a prompt of {length} tokens and what follows it need {needed} positions, but the "
@@ -320,7 +321,3 @@ def _cpu_name() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _max_positions(config: PreTrainedConfig) -> int | None:
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -14,6 +14,7 @@ from .._compat import cache_keyword
 from ..cache import ProxyPrunedCache
 from ..chat import chat_affixes, encode
 from ..errors import InvalidInputError
+from ..geometry import max_positions
 from ..retention import RetentionPolicy
 from ..scorers.base import Scorer
 from ..scorers.expected_attention import ExpectedAttentionScorer
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     prefix, context = encode(tokenizer, before), encode(tokenizer, document)
     turns = [encode(tokenizer, f"\n\n{question}{after}") for question in arguments.question]
     longest = len(prefix) + len(context) + max(map(len, turns)) + arguments.max_new_tokens
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = max_positions(model.config)
     if limit is not None and longest > limit:
         raise InvalidInputError(
             f"document, question and answer take {longest} tokens and {arguments.target} has {limit} positions: "

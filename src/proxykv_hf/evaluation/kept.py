@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import ProxyPrunedCache
 from ..chat import chat_affixes, encode
 from ..errors import InvalidInputError
+from ..geometry import max_positions
 from ..retention import RetentionPolicy, select
 from ..scorers.base import Scorer
 
@@ -86,7 +87,7 @@ def find_kept(
             raise InvalidInputError(f"marks: expected passages of the text's {len(ids)} tokens, got {mark!r}")
     found = [match.span() for mark in marks for match in re.finditer(re.escape(mark), text)]
     prefix = encode(tokenizer, chat_affixes(tokenizer)[0])
-    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = max_positions(target.config)
     if limit is not None and len(prefix) + len(ids) > limit:
         raise InvalidInputError(
             f"the text takes {len(prefix) + len(ids)} tokens and the target has {limit} positions: show fewer tokens"

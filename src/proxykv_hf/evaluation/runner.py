@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import ProxyPrunedCache
 from ..chat import encode
 from ..errors import InvalidInputError
-from ..geometry import ModelGeometry
+from ..geometry import ModelGeometry, max_positions
 from ..prompt import read_prompt
 from ..retention import RetentionPolicy
 from ..scorers.base import ScoringRequest
@@ -140,7 +140,7 @@ class Runner:
         Raises:
             InvalidInputError: Naming the example.
         """
-        limit = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limit = max_positions(self.target.config)
         geometry = ModelGeometry.from_config(self.target.config)
         try:
             for sitting in case.sittings:

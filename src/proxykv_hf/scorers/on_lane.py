@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import InvalidInputError, ProxyKVWarning
+from ..geometry import max_positions
 from ..lane import Job, Lane
 from ..reconstruction import repeat_length
 from .base import ScorerRun, ScoringRequest, WholeCache
@@ -46,7 +47,7 @@ class LaneScorer:
         prompt = request.prompt
         rows = [prompt.row_ids(row) for row in range(len(prompt.lengths))]
         config = self.proxy.config.get_text_config(decoder=True)
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = max_positions(config)
         needed = max(map(self._positions, rows, prompt.contexts))
         if limit is not None and needed > limit:
             raise InvalidInputError(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import ProxyPrunedCache
 from ..chat import chat_affixes, encode
 from ..errors import InvalidInputError, ShardError
-from ..geometry import ModelGeometry, weights_fingerprint
+from ..geometry import ModelGeometry, max_positions, weights_fingerprint
 from ..reconstruction import RECIPE, repeat_length
 from ..retention import RetentionPolicy
 from ..scorers.kvzip import KVzipScorer
@@ -193,7 +193,7 @@ def _identity(
 
 def _check_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prefix: int, longest: int) -> None:
     """Refuse documents that KVzip has no positions to repeat in."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = max_positions(model.config)
     needed = prefix + longest + repeat_length(tokenizer, torch.zeros(longest, dtype=torch.long))
     if limit is not None and needed > limit:
         raise InvalidInputError(
