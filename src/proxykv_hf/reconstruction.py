@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from . import attention
 from ._compat import call_forward
 from .chat import chat_affixes, encode
-from .geometry import ModelGeometry
+from .geometry import ModelGeometry, device_of
 from .logits import scaled_logits
 
 RECIPE = "kvzip-1"
@@ -104,7 +104,7 @@ def reconstruction_scores(
     tokens = len(input_ids)
     position = tokens if next_position is None else next_position
     scores = torch.zeros(
-        geometry.num_layers, geometry.num_key_value_heads, tokens, dtype=torch.float32, device=model.device
+        geometry.num_layers, geometry.num_key_value_heads, tokens, dtype=torch.float32, device=device_of(model)
     )
     decoder = model.base_model  # no logits: they would be far larger than all else
     with attention.Lease(model):
@@ -118,8 +118,8 @@ def reconstruction_scores(
             ]
             for layer, window in zip(layers, geometry.sliding_windows, strict=True):
                 layer.is_sliding = window is not None
-            ids = ids.to(model.device)
-            positions = position + torch.arange(len(ids), device=model.device)
+            ids = ids.to(device_of(model))
+            positions = position + torch.arange(len(ids), device=device_of(model))
             call_forward(
                 decoder, input_ids=ids[None], position_ids=positions[None], cache=Cache(layers=layers), use_cache=True
             )

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from . import attention
 from ._compat import call_forward
 from .errors import UnsupportedModelError
-from .geometry import ModelGeometry
+from .geometry import ModelGeometry, device_of
 
 #: Kinds of RoPE whose frequencies change with the length of the text.
 CHANGING = ("dynamic", "longrope")
@@ -116,8 +116,9 @@ class Rotary:
         layers = [_QueryLayer(window is not None) for window in geometry.sliding_windows]
         size = model.config.get_text_config(decoder=True).hidden_size
         # Made up, since one of the vocabulary's may be all zeros.
-        token = torch.arange(size, device=model.device).cos().to(model.dtype)
-        positions = torch.tensor([[0], [TRIED_POSITION]], device=model.device)
+        device = device_of(model)
+        token = torch.arange(size, device=device).cos().to(model.dtype)
+        positions = torch.tensor([[0], [TRIED_POSITION]], device=device)
         with attention.Lease(model):
             call_forward(
                 decoder,

@@ -25,7 +25,7 @@ from .. import __version__
 from .._compat import call_forward
 from ..cache import ProxyPrunedCache
 from ..errors import InvalidInputError
-from ..geometry import max_positions
+from ..geometry import device_of, max_positions
 from ..reconstruction import repeat_length
 from ..retention import RetentionPolicy
 from ..scorers.base import Scorer
@@ -197,7 +197,7 @@ def runs(
         tokenizer: The target's, to be compared with the proxy's.
         ids: `[1, n]`, from `prompt.prompt_ids`, longer than the longest prompt.
     """
-    ids, names = ids.to(target.device), list(methods)
+    ids, names = ids.to(device_of(target)), list(methods)
     for name in names:
         measure(target, tokenizer, methods[name], ids[:, : min(WARM_UP_TOKENS, *plan.lengths) + 1], 2)
     for repeat in range(plan.repeats):
@@ -225,7 +225,7 @@ def measure(
         left them; seconds of decoding and its tokens; the memory taken beyond what was held before (`PeakMemory`),
         until the prefill is over and in all.
     """
-    device = target.device
+    device = device_of(target)
     peak = PeakMemory(device)
     started = time.perf_counter()
     cache = method.prefill(target, tokenizer, ids[:, :-1])

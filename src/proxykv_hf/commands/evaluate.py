@@ -27,7 +27,7 @@ from ..evaluation.rows import FORMAT, RowFile
 from ..evaluation.runner import ALLOCATIONS, WHOLE, Case, Runner, make_cells
 from ..evaluation.task import Example
 from ..evaluation.tasks import TASKS
-from ..geometry import weights_fingerprint
+from ..geometry import device_of, weights_fingerprint
 from ..retention import RetentionPolicy
 from .models import DTYPES, add_target, device_and_dtype, load, optional, public_name, resolve
 
@@ -192,7 +192,7 @@ def _header(
     ratios: list[float],
 ) -> dict[str, Any]:
     """What the file says of this run."""
-    facts = environment(target.device)
+    facts = environment(device_of(target))
     data = arguments.data
     return {
         "format": FORMAT,

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from .._compat import call_forward
 from ..cache import ProxyPrunedCache
+from ..geometry import device_of
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,9 @@ class _Batch:
     def __init__(self, target: PreTrainedModel, cache: ProxyPrunedCache, rows: int) -> None:
         self.target, self.cache = target, cache
         seen = cache.get_seq_length()
-        self.mask = torch.ones(rows, seen, dtype=torch.bool, device=target.device)
-        self.position = torch.full((rows, 1), seen, device=target.device)
+        device = device_of(target)
+        self.mask = torch.ones(rows, seen, dtype=torch.bool, device=device)
+        self.position = torch.full((rows, 1), seen, device=device)
 
     def feed(self, tokens: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> list[Tensor]:
         """One forward over each row's own tokens.
@@ -150,8 +152,10 @@ class _Batch:
         Returns: per row `[max(1, len(wanted)), V]`, what follows each of the last so many tokens.
         """
         width, last = max(map(len, tokens)), [max(1, len(row)) for row in wanted]
-        ids = torch.tensor([[0] * (width - len(row)) + [*row] for row in tokens], device=self.target.device)
-        real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in tokens], device=self.target.device)
+        ids = torch.tensor([[0] * (width - len(row)) + [*row] for row in tokens], device=device_of(self.target))
+        real = torch.tensor(
+            [[0] * (width - len(row)) + [1] * len(row) for row in tokens], device=device_of(self.target)
+        )
         positions = (self.position + real.cumsum(1) - 1).clamp(min=0)
         self.mask = torch.cat([self.mask, real.bool()], dim=1)
         self.position = self.position + real.sum(1, keepdim=True)

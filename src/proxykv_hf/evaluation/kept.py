@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import ProxyPrunedCache
 from ..chat import chat_affixes, encode
 from ..errors import InvalidInputError
-from ..geometry import max_positions
+from ..geometry import device_of, max_positions
 from ..retention import RetentionPolicy, select
 from ..scorers.base import Scorer
 
@@ -92,7 +92,7 @@ def find_kept(
         raise InvalidInputError(
             f"the text takes {len(prefix) + len(ids)} tokens and the target has {limit} positions: show fewer tokens"
         )
-    prompt = torch.tensor([prefix + ids], device=target.device)
+    prompt = torch.tensor([prefix + ids], device=device_of(target))
     context = (len(prefix), prompt.shape[1])
     with ProxyPrunedCache(target, None, RetentionPolicy(1.0), tokenizer=tokenizer) as whole:
         scores = whole.prefill(prompt, context=context, prune=False, scorers=scorers)  # {name: [1, L, H, N]}

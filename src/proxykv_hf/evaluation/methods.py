@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import InvalidInputError
-from ..geometry import weights_fingerprint
+from ..geometry import device_of, weights_fingerprint
 from ..mapper import HybridAxialMapper
 from ..pretrained import SELF_PROXY, load_mapper, load_proxy_scorer
 from ..reconstruction import RECIPE
@@ -102,7 +102,7 @@ class Sources:
                 "--proxy, or leave the method out"
             )
         model = AutoModel.from_pretrained(source, revision=revision or "main", dtype=self.target.dtype)
-        nn.Module.to(model, self.target.device).eval()
+        nn.Module.to(model, device_of(self.target)).eval()
         return model, AutoTokenizer.from_pretrained(source, revision=revision or "main")
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import ProxyPrunedCache
 from ..chat import encode
 from ..errors import InvalidInputError
-from ..geometry import ModelGeometry, max_positions
+from ..geometry import ModelGeometry, device_of, max_positions
 from ..prompt import read_prompt
 from ..retention import RetentionPolicy
 from ..scorers.base import ScoringRequest
@@ -210,7 +210,7 @@ class Runner:
         rows: list[Row] = []
         # A cache wants a scorer to prefill, even if nothing will be pruned.
         with ProxyPrunedCache(self.target, RandomScorer(), WHOLE.policy, tokenizer=self.tokenizer) as whole:
-            ids = torch.tensor([sitting.ids], device=self.target.device)
+            ids = torch.tensor([sitting.ids], device=device_of(self.target))
             scores = whole.prefill(ids, context=sitting.context, prune=False, scorers=scorers or None)
             sizes = _Sizes(whole)
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..geometry import ModelGeometry
+from ..geometry import ModelGeometry, device_of
 from ..lane import Lane
 from ..prompt import Prompt
 
@@ -36,6 +37,12 @@ class ScoringRequest:
     max_positions: int | None = None
     timeout: float | None = None
     at_once: bool = True
+
+    def blank_scores(self, value: float = 0.0) -> Tensor:
+        """`[R, L, H, N]` of one value, float32, where the target computes: for a scorer to fill in."""
+        heads = (self.geometry.num_layers, self.geometry.num_key_value_heads)
+        shape = (len(self.prompt.lengths), *heads, self.prompt.columns)
+        return torch.full(shape, value, device=device_of(self.target))
 
 
 @dataclass(frozen=True)

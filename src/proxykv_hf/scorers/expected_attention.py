@@ -89,8 +89,7 @@ class _ExpectedAttentionRun(ObservingRun):
 
     def finish(self, cache: WholeCache) -> Tensor:
         prompt, geometry = cache.request.prompt, cache.request.geometry
-        shape = (len(prompt.lengths), geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
-        scores = torch.full(shape, math.inf, device=cache.target.device)
+        scores = cache.request.blank_scores(math.inf)
         for row, pad in enumerate(prompt.pads):
             states, batch_row = cache.states(row), cache.batch_row(row)
             own = pad + self.scorer.sink_tokens

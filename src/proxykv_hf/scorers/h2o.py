@@ -60,8 +60,7 @@ class _H2ORun(ObservingRun):
 
     def finish(self, cache: WholeCache) -> Tensor:
         prompt, geometry = cache.request.prompt, cache.request.geometry
-        shape = (len(prompt.lengths), geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
-        scores = torch.zeros(shape, device=cache.target.device)
+        scores = cache.request.blank_scores()
         for row, (pad, (start, stop)) in enumerate(zip(prompt.pads, prompt.contexts, strict=True)):
             for layer in geometry.full_layers:
                 received = self.received[layer, cache.batch_row(row)][:, start:stop]

@@ -48,6 +48,5 @@ class _HeadPriorRun(ScorerRun):
         return True
 
     def finish(self, cache: WholeCache) -> Tensor:
-        prompt = cache.request.prompt
-        scores = self.prior.to(cache.target.device)[None, :, :, None]
-        return scores.expand(len(prompt.lengths), -1, -1, prompt.columns)
+        scores = cache.request.blank_scores()
+        return scores + self.prior.to(scores.device)[:, :, None]

@@ -196,9 +196,7 @@ class _HiddenStateRun(ScorerRun):
         self.parts.setdefault(observation.layer, []).append(self.heads.predict(observation.layer, hidden.detach()))
 
     def finish(self, cache: WholeCache) -> Tensor:
-        prompt, geometry = cache.request.prompt, cache.request.geometry
-        shape = (len(prompt.lengths), geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
-        scores = torch.zeros(shape, device=cache.target.device)
+        prompt, scores = cache.request.prompt, cache.request.blank_scores()
         rows = [cache.batch_row(row) for row in range(len(prompt.lengths))]
         for layer, parts in self.parts.items():  # drafts, in assisted decoding, come after the prompt's columns
             scores[:, layer] = torch.cat(parts, dim=2)[rows, :, : prompt.columns].to(scores.device)

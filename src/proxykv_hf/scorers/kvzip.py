@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -72,10 +71,7 @@ class _KVzipRun(ScorerRun):
         self.scorer, self.tokenizer = scorer, tokenizer
 
     def finish(self, cache: WholeCache) -> Tensor:
-        prompt, geometry = cache.request.prompt, cache.request.geometry
-        rows = len(prompt.lengths)
-        scores = torch.zeros(rows, geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
-        scores = scores.to(cache.target.device)
+        prompt, scores = cache.request.prompt, cache.request.blank_scores()
         for row, pad in enumerate(prompt.pads):
             scores[row, :, :, pad:] = reconstruction_scores(
                 cache.target,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import InvalidInputError, ProxyKVWarning
-from ..geometry import max_positions
+from ..geometry import device_of, max_positions
 from ..lane import Job, Lane
 from ..reconstruction import repeat_length
 from .base import ScorerRun, ScoringRequest, WholeCache
@@ -168,7 +168,7 @@ class _LaneRun(ScorerRun):
         self._job = None
         self.seconds |= self._use.seconds
         self.bytes_peak = self._use.bytes_peak
-        return scores.to(cache.target.device)
+        return scores.to(device_of(cache.target))
 
     def cancel(self) -> None:
         if self._job is not None:

@@ -35,11 +35,9 @@ class _RandomRun(ScorerRun):
         return True
 
     def finish(self, cache: WholeCache) -> Tensor:
-        prompt, geometry = cache.request.prompt, cache.request.geometry
-        heads = (geometry.num_layers, geometry.num_key_value_heads)
-        scores = torch.zeros(len(prompt.lengths), *heads, prompt.columns)
+        prompt, scores = cache.request.prompt, cache.request.blank_scores()
         for row, (pad, length) in enumerate(zip(prompt.pads, prompt.lengths, strict=True)):
             ids = b"" if prompt.input_ids is None else prompt.row_ids(row).to(torch.int64).numpy().tobytes()
             generator = torch.Generator().manual_seed(zlib.crc32(ids, self.seed & 0xFFFFFFFF))
-            scores[row, :, :, pad:] = torch.rand(*heads, length, generator=generator)
-        return scores.to(cache.target.device)
+            scores[row, :, :, pad:] = torch.rand(*scores.shape[1:3], length, generator=generator)
+        return scores

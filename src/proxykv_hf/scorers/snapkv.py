@@ -56,9 +56,7 @@ class _SnapKVRun(ScorerRun):
         self.last[observation.layer] = observation.without_states(query)
 
     def finish(self, cache: WholeCache) -> Tensor:
-        prompt, geometry = cache.request.prompt, cache.request.geometry
-        shape = (len(prompt.lengths), geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
-        scores = torch.zeros(shape, device=cache.target.device)
+        prompt, scores = cache.request.prompt, cache.request.blank_scores()
         for row, length in enumerate(prompt.lengths):
             states = cache.states(row)
             window = min(self.scorer.window_tokens, length)

@@ -42,10 +42,8 @@ class _StreamingLLMRun(ScorerRun):
         return True
 
     def finish(self, cache: WholeCache) -> Tensor:
-        prompt, geometry = cache.request.prompt, cache.request.geometry
-        distance = torch.arange(prompt.columns, 0, -1, dtype=torch.float32, device=cache.target.device)
-        scores = -distance.repeat(len(prompt.lengths), 1)  # [R, P]
+        prompt, scores = cache.request.prompt, cache.request.blank_scores()
+        scores += torch.arange(-prompt.columns, 0, device=scores.device)  # minus the distance to the end
         for row, pad in enumerate(prompt.pads):
-            scores[row, pad : pad + self.sink_tokens] = math.inf
-        heads = (geometry.num_layers, geometry.num_key_value_heads)
-        return scores[:, None, None].expand(-1, *heads, -1)
+            scores[row, :, :, pad : pad + self.sink_tokens] = math.inf
+        return scores

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..attention import attention_modules
 from ..cache import ProxyPrunedCache
 from ..errors import InvalidInputError
-from ..geometry import ModelGeometry, weights_fingerprint
+from ..geometry import ModelGeometry, device_of, weights_fingerprint
 from ..moments import Moments
 from ..reconstruction import RECIPE
 from ..retention import RetentionPolicy
@@ -98,7 +98,7 @@ def document_moments(model: PreTrainedModel, document: ScoredDocument) -> dict[i
 
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in attention_modules(model)]
     try:
-        model.base_model(input_ids=document.input_ids.long().to(model.device)[None], use_cache=False)
+        model.base_model(input_ids=document.input_ids.long().to(device_of(model))[None], use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -136,7 +136,7 @@ def agreement(model: PreTrainedModel, heads: HiddenStateHeads, documents: Iterab
     full = list(heads.geometry.full_layers)
     found = []
     for document in documents:
-        ids, start = document.input_ids.long().to(model.device)[None], document.prefix_tokens
+        ids, start = document.input_ids.long().to(device_of(model))[None], document.prefix_tokens
         with ProxyPrunedCache(model, HiddenStateScorer(heads), RetentionPolicy(1.0), strict=True) as cache:
             scores = cache.prefill(ids, context=(start, ids.shape[1]), prune=False)[HiddenStateScorer.name]
         teacher = document.scores[full].float().clamp(min=SCORE_FLOOR).log()
