@@ -362,6 +362,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows or groups; default all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--epochs", type=int, help="in place of the file's")
+    parser.add_argument("--batch", type=int, help="the same: fewer documents want smaller steps")
     parser.add_argument("--documents", type=int, help="of the training documents the first so many; default all")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that the proxy computes features in")
     arguments = parser.parse_args()
@@ -369,7 +370,7 @@ def main() -> None:
     if arguments.table:
         print(table(results))
         return
-    given = {"epochs": arguments.epochs, "teacher": arguments.teacher}
+    given = {name: getattr(arguments, name) for name in ("epochs", "batch", "teacher")}
     base = TrainingConfig.read(arguments.config, **{key: value for key, value in given.items() if value is not None})
     teacher = Teacher(base, arguments.documents, getattr(torch, arguments.dtype))
     identity = teacher.identity()
