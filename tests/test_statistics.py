@@ -24,15 +24,23 @@ def test_means_of_two_contexts_by_hand(monkeypatch):
     assert found.estimate().high == pytest.approx(1.0 - 0.075 * 0.2)
 
 
-def test_what_is_missing_is_left_out_of_mean_and_resamples(monkeypatch):
-    monkeypatch.setattr(statistics, "draw", lambda *_: np.array([[0, 0, 0], [0, 1, 2], [1, 1, 2]]))
+def test_what_is_missing_is_left_out_of_mean_and_draws(monkeypatch):
+    """Of contexts a to c, a has no value: one of the other two is drawn, b with the one question that has."""
+    asked = []
+    monkeypatch.setattr(statistics, "draw", lambda examples, *_: asked.append(examples) or np.array([[0], [1], [1]]))
     resampler = Resampler(["a", "b", "b", "c"], samples=3, seed=[0])
     found = resampler.mean(np.array([math.nan, 1.0, math.nan, 0.0]))
-    assert found.value == 0.5
-    np.testing.assert_allclose(found.resamples, [math.nan, 1 / 2, 2 / 3])  # the first has drawn nothing that is there
-    low = 0.5 + 0.025 / 6
-    assert found.estimate().low == pytest.approx(low)
+    assert (found.value, asked) == (0.5, [2])
+    np.testing.assert_allclose(found.resamples, [1.0, 0.0, 0.0])
     assert resampler.mean(np.full(4, math.nan)) is None
+
+
+def test_figures_of_the_same_contexts_are_of_the_same_draws():
+    resampler = Resampler([f"{place}" for place in range(9)], samples=50, seed=[0])
+    values = np.where(np.arange(9) < 5, np.arange(9.0), math.nan)
+    once, doubled = resampler.mean(values), resampler.mean(2 * values)
+    np.testing.assert_allclose((doubled / once).resamples[once.resamples > 0], 2.0)
+    assert not np.isnan((once + resampler.mean(np.arange(9.0))).resamples).any()
 
 
 @pytest.mark.parametrize("missing", [(), (0, 7, 8, 9)])
@@ -42,7 +50,8 @@ def test_means_and_intervals_are_those_of_a_plain_loop(missing):
     values = rng.random(len(examples))
     values[list(missing)] = math.nan
     found = Resampler(examples, samples=200, seed=[5, 6]).mean(values)
-    names = sorted(set(examples))
+    names = sorted({example for example, value in zip(examples, values, strict=True) if not math.isnan(value)})
+    assert len(names) == (6 if missing else 7)
     means = []
     for resample in draw(len(names), 200, [5, 6]):
         taken = []
@@ -69,13 +78,18 @@ def test_contexts_are_drawn_not_questions():
     assert (once.low, once.high) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(("contexts", "least"), [(2, 0.87), (4, 0.92), (10, 0.93)])
-def test_intervals_of_few_contexts_hold_what_they_promise(contexts, least):
+@pytest.mark.parametrize(
+    ("contexts", "missing", "least"), [(2, 0, 0.87), (4, 0, 0.92), (10, 0, 0.93), (4, 2, 0.86), (10, 6, 0.92)]
+)
+def test_intervals_of_few_contexts_hold_what_they_promise(contexts, missing, least):
     """The mean over seven tasks, drawn a thousand times: the true one, 0, is in about 95 % of the intervals."""
     rng, inside = np.random.default_rng(0), 0
     resamplers = [Resampler([f"{place}" for place in range(contexts)], 400, [task]) for task in range(7)]
     for _ in range(1000):
-        means = [resampler.mean(rng.standard_normal(contexts)) for resampler in resamplers]
+        values = [rng.standard_normal(contexts) for _ in resamplers]
+        for value in values:
+            value[contexts - missing :] = math.nan
+        means = [resampler.mean(value) for resampler, value in zip(resamplers, values, strict=True)]
         found = sum(means[1:], means[0]).estimate()
         inside += found.low <= 0 <= found.high
     assert least <= inside / 1000 <= 0.98
@@ -106,6 +120,7 @@ def test_quotients_are_taken_in_each_resample():
     assert (above / below).value == 0.5
     assert math.isnan((above / Sampled(0.0, np.zeros(3))).value)
     np.testing.assert_allclose((above / 2.0).resamples, [0.5, 1.0, 1.5])
+    assert (above / below).estimate() == Estimate(0.5)  # some resamples have no quotient, and not just any
 
 
 def test_an_interval_excludes_zero_or_not():
