@@ -8,6 +8,7 @@ import math
 import pytest
 
 from proxykv_hf import InvalidInputError, cli
+from proxykv_hf.evaluation import statistics
 from proxykv_hf.evaluation.drawing import spread
 from proxykv_hf.evaluation.outcomes import FULL, Point, Variant, read_outcomes
 from proxykv_hf.evaluation.summary import summarize
@@ -85,6 +86,13 @@ def write(tmp_path):
     return make
 
 
+@pytest.fixture
+def of_any_number(monkeypatch):
+    """Intervals of fewer contexts than there would be any of, for cases to be worked out by hand."""
+    monkeypatch.setattr(statistics, "LEAST_CONTEXTS", 1)
+
+
+@pytest.mark.usefixtures("of_any_number")
 def test_figures_of_a_small_file_by_hand(write):
     summary = summarize(read_outcomes([write()]), samples=100)
     assert summary.judged == ["easy", "fair"]  # of hard the full cache answers one in four
@@ -117,6 +125,7 @@ def test_figures_of_a_small_file_by_hand(write):
     assert summary.overall[FULL].score.value == pytest.approx(0.875)
 
 
+@pytest.mark.usefixtures("of_any_number")
 def test_intervals_over_tasks_are_those_of_a_plain_loop(write):
     from proxykv_hf.evaluation.statistics import draw
 
@@ -154,6 +163,7 @@ def test_examples_of_a_file_have_no_length_to_tell(write, tmp_path, capsys):
     assert "None tokens" not in text
 
 
+@pytest.mark.usefixtures("of_any_number")
 def test_the_report_in_markdown(write):
     outcomes = read_outcomes([write()])
     text = markdown(outcomes, summarize(outcomes, samples=2000))
@@ -168,12 +178,14 @@ def test_the_report_in_markdown(write):
     assert "| easy | 1.00 | 0.67 (0.00–1.00) |" in lines
     assert "| fair | 0.75 | kvzip 0.25: nll +0.20 (+0.20 to +0.20) |" in lines
     assert "| hard (beyond the model) | 0.25 | kvzip 0.25: nll +0.20 (+0.20 to +0.20) |" in lines
-    assert "4 questions of 2 contexts, f1. Beyond the model: the full cache scores 0.25." in lines
+    about = "4 questions of 2 contexts, f1. Fewer than 8 contexts tell no interval."
+    assert f"{about} Beyond the model: the full cache scores 0.25." in lines
     assert "| commit | abc123 |" in lines
     assert "proxykv evaluate --tasks 'easy hard'" in lines
     assert "Unequal" not in text
 
 
+@pytest.mark.usefixtures("of_any_number")
 def test_unequal_sets_are_named_and_only_shared_questions_compared(write):
     def there(row):
         if row["method"] == "snapkv":
@@ -195,6 +207,16 @@ def test_unequal_sets_are_named_and_only_shared_questions_compared(write):
     assert "| kvzip | global | +12.5 | 6 |" in text  # and where a task tells no interval, neither does the mean
 
 
+def test_few_contexts_tell_no_interval_of_a_task_but_of_several(write):
+    scores = {key: values * 2 for key, values in SCORES.items()}  # four contexts a task
+    outcomes = read_outcomes([write(header(), *rows(scores))])
+    text = markdown(outcomes, summarize(outcomes, samples=50))
+    assert "| easy | 1.00 | 0.67 |" in text
+    assert "8 questions of 4 contexts, exact_match. Fewer than 8 contexts tell no interval." in text
+    assert "all contexts score alike, none of fewer than 8 contexts |" in text
+    assert "| **proxykv** | global |  | 0.50 (0." in text  # over both tasks
+
+
 def test_one_context_and_no_likelihood(write):
     scores = {key: values[:2] for key, values in SCORES.items() if key[0] == "easy"}
     outcomes = read_outcomes([write(header(), *rows(scores, nll=lambda *_: None))])
@@ -202,7 +224,7 @@ def test_one_context_and_no_likelihood(write):
     ours = summary.overall[Point(OURS, 0.2)]
     assert (ours.score.value, ours.score.low, ours.nll, ours.nll_over_reference) == (1.0, None, None, None)
     text = markdown(outcomes, summary)
-    assert "One context tells no interval." in text
+    assert "2 questions of 1 context, exact_match. Fewer than 8 contexts tell no interval." in text
     assert "| **proxykv** | global |  | 1.00 |" in text
     assert "- 8 answers without a log-likelihood" in text
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .drawing import GREY, OTHERS, OURS, REFERENCE, STYLE, new_figure, save, spread
 from .outcomes import FULL, Point, Variant
+from .statistics import LEAST_CONTEXTS
 from .summary import Figures, Summary
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def plot_recovery(summary: Summary, path: Path, title: str) -> bool:
         panels[0].set_xticks([0, 0.5, 1])
         reference = summary.reference.method
         figure.supxlabel(
-            f"blue: score of {summary.ours.method} over that of {reference}, with 95 % interval; grey: other methods'; "
+            f"blue: score of {summary.ours.method} over that of {reference}, with 95 % interval "
+            f"(from {LEAST_CONTEXTS} contexts on); grey: other methods'; "
             f"in words: {reference}'s own, too low for a quotient",
             fontsize=8,
             color=GREY,

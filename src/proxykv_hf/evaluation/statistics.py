@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 #: The quantiles between which an interval lies.
 LEVELS = (0.025, 0.975)
+#: Of fewer, over all tasks of a figure, there is no interval: of four it would hold the truth four times in five.
+LEAST_CONTEXTS = 8
 
 Floats = NDArray[np.float64]
 
@@ -31,8 +33,8 @@ class Estimate:
 
     Args:
         value: The figure.
-        low: The interval's lower end; None where there is no interval, for want of a second context, or since a
-            quotient has no value in some resample.
+        low: The interval's lower end; None where there is no interval, for want of contexts, or since a quotient has
+            no value in some resample.
         high: Its upper end.
     """
 
@@ -52,26 +54,27 @@ class Sampled:
     Args:
         value: The figure.
         resamples: `[S]`; NaN where a quotient's divisor is 0, and all of them where nothing is known of the spread.
+        contexts: How many it is taken from, those of a sum's parts together: each part is of other ones.
     """
 
     value: float
     resamples: Floats
+    contexts: int
 
     def __add__(self, other: Sampled) -> Sampled:
-        return Sampled(self.value + other.value, self.resamples + other.resamples)
+        return Sampled(self.value + other.value, self.resamples + other.resamples, self.contexts + other.contexts)
 
     def __truediv__(self, other: Sampled | float) -> Sampled:
-        """NaN, not infinite, where ``other`` is zero."""
+        """NaN, not infinite, where ``other`` is zero. Both are of the same contexts."""
         by = (other.value, other.resamples) if isinstance(other, Sampled) else (other, np.float64(other))
         with np.errstate(divide="ignore", invalid="ignore"):
             value, resamples = np.float64(self.value) / by[0], self.resamples / by[1]
-        return Sampled(
-            float(value) if np.isfinite(value) else np.nan, np.where(np.isfinite(resamples), resamples, np.nan)
-        )
+        resamples = np.where(np.isfinite(resamples), resamples, np.nan)
+        return Sampled(float(value) if np.isfinite(value) else np.nan, resamples, self.contexts)
 
     def estimate(self) -> Estimate:
         """The figure with its interval, which is of all resamples or none: those without a value are no random few."""
-        if np.isnan(self.resamples).any():
+        if self.contexts < LEAST_CONTEXTS or np.isnan(self.resamples).any():
             return Estimate(self.value)
         low, high = np.quantile(self.resamples, LEVELS)
         return Estimate(self.value, float(low), float(high))
@@ -122,7 +125,7 @@ class Resampler:
         if len(numbers) > 1:
             times = self._drawn(len(numbers))
             resamples = (times @ sums) / (times @ numbers)
-        return Sampled(float(values[there].mean()), resamples)
+        return Sampled(float(values[there].mean()), resamples, len(numbers))
 
     def _drawn(self, examples: int) -> Floats:
         """`[S, E']`: how often each of E' examples is in each resample; for as many always the same."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .outcomes import FULL, Outcomes, Point, Variant
-from .statistics import Estimate
+from .statistics import LEAST_CONTEXTS, Estimate
 from .summary import MEANINGFUL, WITHIN_REACH, Figures, Summary, TaskSummary
 
 #: What a cell shows of a point's figures.
@@ -93,8 +93,8 @@ def _by_task(summary: Summary) -> list[str]:
 
 def _about(task: TaskSummary) -> str:
     about = f"{_count(task.questions, 'question')} of {_count(task.examples, 'context')}, {task.metric}."
-    if task.examples < 2:
-        about += " One context tells no interval."
+    if task.examples < LEAST_CONTEXTS:
+        about += f" Fewer than {LEAST_CONTEXTS} contexts tell no interval."
     if not task.within_reach:
         about += f" Beyond the model: the full cache scores {task.full.score.value:.2f}."
     return about
@@ -149,7 +149,7 @@ def _facts(outcomes: Outcomes, summary: Summary) -> str:
         "hardware": of("hardware"),
         "commit": of("commit"),
         "intervals": f"95 %, {summary.samples:,} resamples of each task's contexts with all of their questions; "
-        "a point where all contexts score alike",
+        f"a point where all contexts score alike, none of fewer than {LEAST_CONTEXTS} contexts",
     }
     rows = [[name, value] for name, value in facts.items() if value]
     commands = dict.fromkeys(_command(run["command"]) for run in runs if run.get("command"))
