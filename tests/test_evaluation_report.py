@@ -207,6 +207,50 @@ def test_unequal_sets_are_named_and_only_shared_questions_compared(write):
     assert "| kvzip | global | +12.5 | 6 |" in text  # and where a task tells no interval, neither does the mean
 
 
+def test_one_score_of_the_reference_decides_for_all_methods(write):
+    """In fair kvzip scores 0.25, but 0.5 of the context that is snapkv's only one: no quotient for snapkv alone."""
+    some = (row for row in rows() if (row["method"], row["example"]) != ("snapkv", "00000"))
+    outcomes = read_outcomes([write(header(), *some)])
+    fair = summarize(outcomes, samples=20).tasks["fair"].figures
+    for point in (Point(SNAP, 0.2), Point(OURS, 0.2), Point(KVZIP, 0.2)):
+        assert (fair[point].of_reference, fair[point].reference_score) == (None, 0.25)
+    assert "kvzip 0.50" not in markdown(outcomes, summarize(outcomes, samples=20))
+
+
+def test_means_of_the_questions_that_all_answered(write, tmp_path):
+    """Of snapkv there is not the first context of easy and of fair, and no ratio but 0.2."""
+    more = {(task, method, 0.1): [0, 0, 0, 0] for task in ("easy", "fair") for method in ("kvzip", "proxykv")}
+    some = [row for row in rows(SCORES | more) if (row["method"], row["example"]) != ("snapkv", "00000")]
+    path = write(header(), *some)
+    outcomes = read_outcomes([path])
+    summary = summarize(outcomes, samples=20)
+    assert set(summary.shared) == {FULL, Point(OURS, 0.2), Point(KVZIP, 0.2), Point(SNAP, 0.2)}
+    found = summary.shared[Point(OURS, 0.2)]
+    assert (found.score.value, found.questions, found.pairs) == (0.5, 4, 4)  # easy 0, fair 1
+    assert (summary.shared[Point(KVZIP, 0.2)].score.value, summary.shared[FULL].score.value) == (0.5, 1.0)
+    text = markdown(outcomes, summary)
+    assert "of the same questions: of 8, 4 were answered by snapkv (uniform); all by the others." in text
+    table = text.split("Of the 4 questions in 2 tasks that all methods answered, at the ratios that all have:")[1]
+    assert table.strip().startswith("| method | allocation | all | 0.2 |\n|---|---|---|---|\n| full |  | 1.00 |  |\n")
+    assert "| **proxykv** | global |  | 0.50 |" in table.split("##")[0]
+    assert cli.main(["report", str(path), "--out", str(tmp_path / "out"), "--samples", "20"]) == 0
+    figures = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert figures["shared_tasks"] == ["easy", "fair"]
+    assert {entry["method"] for entry in figures["shared"]} == {"full", "kvzip", "proxykv", "snapkv"}
+
+
+def test_means_of_the_same_questions_leave_out_a_task_that_a_method_lacks(write):
+    outcomes = read_outcomes(
+        [write(header(), *(row for row in rows() if (row["task"], row["method"]) != ("fair", "snapkv")))]
+    )
+    summary = summarize(outcomes, samples=20)
+    assert summary.shared_tasks == ["easy"]
+    assert summary.shared[Point(SNAP, 0.2)].score.value == 0.25
+    whole = summarize(read_outcomes([write()]), samples=20)
+    assert (whole.shared, whole.shared_tasks) == ({}, [])
+    assert "same questions" not in markdown(read_outcomes([write()]), whole)
+
+
 def test_few_contexts_tell_no_interval_of_a_task_but_of_several(write):
     scores = {key: values * 2 for key, values in SCORES.items()}  # four contexts a task
     outcomes = read_outcomes([write(header(), *rows(scores))])

@@ -66,6 +66,8 @@ class Outcome:
 
 #: ``(example, question)``, the unit that methods share.
 Asked = tuple[str, int]
+#: One task's, by question and point.
+Rows = dict[Asked, dict[Point, Outcome]]
 
 
 @dataclass
@@ -76,13 +78,13 @@ class Outcomes:
         files: Their names.
         headers: Theirs, in the same order.
         tasks: Metric by task.
-        rows: By task, question and point.
+        rows: By task.
     """
 
     files: list[str] = field(default_factory=list)
     headers: list[dict[str, Any]] = field(default_factory=list)
     tasks: dict[str, str] = field(default_factory=dict)
-    rows: dict[str, dict[Asked, dict[Point, Outcome]]] = field(default_factory=dict)
+    rows: dict[str, Rows] = field(default_factory=dict)
 
     def variants(self) -> list[Variant]:
         """All in the files, the first seen first."""

@@ -108,13 +108,12 @@ def plot_recovery(summary: Summary, path: Path, title: str) -> bool:
             axes.spines["left"].set_visible(False)
         panels[0].set_yticks(range(len(rows)), [name for name, _ in rows])
         panels[0].get_yticklabels()[0].set_fontweight("bold")
-        panels[0].set(ylim=(len(rows) - 0.5, -0.6), xlim=(-0.03, min(2.0, max(1.1, 1.03 * max(highest)))))
+        panels[0].set(ylim=(len(rows) - 0.5, -0.6), xlim=(-0.03, min(2.0, max(1.1, 1.06 * max(highest)))))
         panels[0].set_xticks([0, 0.5, 1])
         reference = summary.reference.method
         figure.supxlabel(
-            f"blue: score of {summary.ours.method} over that of {reference}, with 95 % interval "
-            f"(from {LEAST_CONTEXTS} contexts on); grey: other methods'; "
-            f"in words: {reference}'s own, too low for a quotient",
+            f"blue: {summary.ours.method}'s score over {reference}'s, 95 % interval from {LEAST_CONTEXTS} contexts on; "
+            f"grey: other methods'; in words: {reference}'s own, too low for a quotient",
             fontsize=8,
             color=GREY,
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from .outcomes import FULL, Outcomes, Point, Variant
 from .statistics import LEAST_CONTEXTS, Estimate
-from .summary import MEANINGFUL, WITHIN_REACH, Figures, Summary, TaskSummary
+from .summary import MEANINGFUL, WITHIN_REACH, Figures, Summary, TaskSummary, common_ratios
 
 #: What a cell shows of a point's figures.
 Show = Callable[[Figures], str]
@@ -58,6 +58,7 @@ def _overall(summary: Summary) -> list[str]:
         "## Score",
         f"Mean over {_count(len(summary.judged), 'task')}, each the same weight, and its 95 % interval.",
         _table(summary, figures, _score, full=figures[FULL], last=("KV bytes, of full", _kept(summary))),
+        *_answered(summary),
         f"## Recovery of {reference}",
         f"Score over that of {reference} at the same ratio. {_where_not_meaningful(reference)}",
         _table(summary, figures, _recovery(summary), without=reference),
@@ -71,6 +72,28 @@ def _overall(summary: Summary) -> list[str]:
         f"{ours} leaves them likelier.",
         _table(summary, figures, lambda found: _signed(found.lead_nll, 1, ".3f"), without=ours, pairs=True),
     ]
+
+
+def _answered(summary: Summary) -> list[str]:
+    """Under the table of means: whose are of fewer questions, and the means of those that all answered."""
+    total = sum(summary.tasks[name].questions for name in summary.judged)
+    fewer: dict[str, list[str]] = {}
+    for variant in (FULL.variant, *summary.variants()):
+        numbers = [found.questions for point, found in summary.overall.items() if point.variant == variant]
+        if numbers and min(numbers) < total:
+            fewer.setdefault(_range(numbers), []).append(str(variant))
+    parts = []
+    if fewer:
+        who = "; ".join(f"{numbers} were answered by {', '.join(names)}" for numbers, names in fewer.items())
+        parts.append(f"Not all rows are of the same questions: of {total}, {who}; all by the others.")
+    if summary.shared:
+        shared = summary.shared[FULL].questions
+        parts += [
+            f"Of the {_count(shared, 'question')} in {_count(len(summary.shared_tasks), 'task')} that all methods "
+            "answered, at the ratios that all have:",
+            _table(summary, summary.shared, _score, full=summary.shared[FULL], common=True),
+        ]
+    return parts
 
 
 def _by_task(summary: Summary) -> list[str]:
@@ -191,6 +214,7 @@ def _table(
     full: Figures | None = None,
     without: Variant | None = None,
     pairs: bool = False,
+    common: bool = False,
     last: tuple[str, Callable[[float], str]] | None = None,
 ) -> str:
     """Methods by ratios.
@@ -202,9 +226,10 @@ def _table(
         full: The full cache's, for a row and a column of its own.
         without: A variant that has no row.
         pairs: A last column with the number of questions that both answered.
+        common: Only the ratios that ``figures`` are there at.
         last: A last row's name, and its cell by ratio.
     """
-    ratios = summary.ratios()
+    ratios = [ratio for ratio in summary.ratios() if not common or ratio in common_ratios(figures)]
     whole = [] if full is None else ["all"]
     heading = ["method", "allocation", *whole, *map(_ratio, ratios), *(["questions paired"] if pairs else [])]
     rows = [] if full is None else [[FULL.variant.method, "", show(full), *[""] * len(ratios)]]
@@ -216,7 +241,7 @@ def _table(
         cells = [_cell(figures, point, show) for point in points]
         if pairs:
             numbers = [figures[point].pairs for point in points if point in figures]
-            cells.append("–".join(dict.fromkeys(str(end) for end in (min(numbers), max(numbers)))) if numbers else "")
+            cells.append(_range(numbers) if numbers else "")
         rows.append([name, variant.allocation or "", *[""] * len(whole), *cells])
     if last is not None:
         rows.append([last[0], "", *["1.00"] * len(whole), *map(last[1], ratios)])
@@ -230,6 +255,10 @@ def _cell(figures: dict[Point, Figures], point: Point, show: Show) -> str:
 def _grid(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return "–".join(dict.fromkeys(str(end) for end in (min(numbers), max(numbers))))
 
 
 def _score(found: Figures) -> str:
