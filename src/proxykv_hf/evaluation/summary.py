@@ -121,13 +121,22 @@ class Summary:
         return sorted({point.ratio for point in self.points()}, reverse=True)
 
     def variants(self) -> list[Variant]:
-        """What prunes, the best first: by mean score over the ratios, of all tasks' where there is no mean."""
-        scores: dict[Variant, list[float]] = {}
+        """What prunes, the best first: by mean score over the ratios that all have, else over those that each has.
+
+        The scores are all tasks' where there is no mean over them; what has none comes last.
+        """
+        scores: dict[Point, list[float]] = {}
         for figures in [self.overall] if self.overall else [task.figures for task in self.tasks.values()]:
             for point, found in figures.items():
-                scores.setdefault(point.variant, []).append(found.score.value)
-        variants = dict.fromkeys(point.variant for point in self.points())
-        return sorted(variants, key=lambda variant: -float(np.mean(scores.get(variant, [-1.0]))))
+                scores.setdefault(point, []).append(found.score.value)
+        common = common_ratios(scores) or set(self.ratios())
+
+        def mean(variant: Variant) -> float:
+            points = (point for point in scores if point.variant == variant and point.ratio in common)
+            own = [score for point in points for score in scores[point]]
+            return float(np.mean(own)) if own else -1.0
+
+        return sorted(dict.fromkeys(point.variant for point in self.points()), key=mean, reverse=True)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
