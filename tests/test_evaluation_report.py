@@ -9,8 +9,9 @@ import pytest
 
 from proxykv_hf import InvalidInputError, cli
 from proxykv_hf.evaluation import statistics
-from proxykv_hf.evaluation.drawing import spread
+from proxykv_hf.evaluation.drawing import new_figure, spread
 from proxykv_hf.evaluation.outcomes import FULL, Point, Variant, read_outcomes
+from proxykv_hf.evaluation.plots import _draw_scores
 from proxykv_hf.evaluation.summary import summarize
 from proxykv_hf.evaluation.table import markdown
 
@@ -418,6 +419,20 @@ def test_a_method_that_is_not_there(write, capsys):
     assert "got 'proxykv:uniform'" in capsys.readouterr().err
     assert cli.main(["report", str(path), "--samples", "0"]) == 2
     assert "--samples: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_labels_lead_to_where_their_curves_end(write):
+    """At 0.1 snapkv was not asked: its curve ends inside the panel."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Annotation
+
+    more = {(task, method, 0.1): [0, 1, 0, 0] for task in ("easy", "fair") for method in ("kvzip", "proxykv")}
+    summary = summarize(read_outcomes([write(header(), *rows(SCORES | more))]), samples=10)
+    axes = new_figure(4, 4).subplots()
+    _draw_scores(axes, summary, "uniform")
+    ends = {label.get_text(): label.xy for label in axes.texts if isinstance(label, Annotation)}
+    assert ends == {"snapkv": (0.2, 0.125), "proxykv (global)": (0.1, 0.25), "kvzip (global)": (0.1, 0.25)}
+    assert all(label.xycoords == "data" for label in axes.texts if isinstance(label, Annotation))
 
 
 def test_labels_are_spread_as_little_as_it_takes():

@@ -41,7 +41,7 @@ def plot_scores(summary: Summary, path: Path, title: str) -> bool:
 def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
     both = (summary.ours, summary.reference)
     variants = [variant for variant in summary.variants() if variant.allocation == allocation or variant in both]
-    ends: list[tuple[float, str, str]] = []
+    ends: list[tuple[float, float, str, str]] = []  # a curve's last ratio and score, its label and colour
     for variant in variants:
         points = [Point(variant, ratio) for ratio in summary.ratios() if Point(variant, ratio) in summary.overall]
         if not points:
@@ -56,7 +56,9 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
             [getattr(e, end) if getattr(e, end) is not None else e.value for e in found] for end in ("low", "high")
         )
         axes.fill_between(ratios, low, high, color=colour, alpha=0.16 if first else 0.08, linewidth=0)
-        ends.append((values[-1], variant.method if variant.allocation == allocation else str(variant), colour))
+        ends.append(
+            (ratios[-1], values[-1], variant.method if variant.allocation == allocation else str(variant), colour)
+        )
     shares, full = summary.ratios(), summary.overall[FULL].score.value
     axes.axhline(full, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(shares[0], full + 0.012, f"full cache {full:.2f}", color=GREY, va="bottom")
@@ -68,18 +70,26 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.6)
     axes.set_axisbelow(True)
     ends.reverse()  # of curves that end as good as together, the better one has the higher label
-    places = spread([round(20 * value) / 20 for value, _, _ in ends], 0.056, 0.0)
-    for (value, name, colour), place in zip(ends, places, strict=True):
+    places = spread([round(20 * value) / 20 for _, value, _, _ in ends], 0.056, 0.0)
+    for (ratio, value, name, colour), place in zip(ends, places, strict=True):
         axes.annotate(
             name,
-            xy=(1.0, value),
+            xy=(ratio, value),
             xytext=(1.07, place),
-            xycoords=("axes fraction", "data"),
+            xycoords="data",
             textcoords=("axes fraction", "data"),
             color=colour,
             va="center",
             fontweight="bold" if colour == OURS else "normal",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "relpos": (0, 0.5)},
+            # Dotted, since from a curve that ends early it runs on through the panel as if it were one.
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.8,
+                "linestyle": (0, (1, 2)),
+                "shrinkA": 0,
+                "relpos": (0, 0.5),
+            },
         )
 
 
