@@ -38,12 +38,14 @@ def header(**changes):
     entries = {
         "format": 1,
         "target": "org/model",
+        "target_weights": "00ff",
         "mapper": "mappers/model",
         "dtype": "float32",
         "tokens": 500,
         "seed": 0,
         "allocation": "native",
         "query_aware": False,
+        "data": None,
         "tasks": {"easy": "exact_match", "fair": "exact_match", "hard": "f1"},
         "methods": ["proxykv", "kvzip", "snapkv"],
         "ratios": [0.2],
@@ -181,6 +183,7 @@ def test_the_report_in_markdown(write):
     assert "| hard (beyond the model) | 0.25 | kvzip 0.25: nll +0.20 (+0.20 to +0.20) |" in lines
     about = "4 questions of 2 contexts, f1. Fewer than 8 contexts tell no interval."
     assert f"{about} Beyond the model: the full cache scores 0.25." in lines
+    assert "| target weights | 00ff |" in lines
     assert "| commit | abc123 |" in lines
     assert "proxykv evaluate --tasks 'easy hard'" in lines
     assert "Unequal" not in text
@@ -394,6 +397,7 @@ def test_files_that_do_not_belong_together(write):
     first = write()
     for changes, message in (
         ({"dtype": "bfloat16"}, "dtype is 'float32' in .* and 'bfloat16' in"),
+        ({"target_weights": "1234"}, "target_weights is '00ff' in .* and '1234' in"),
         ({"data": "my.jsonl"}, "data is None in .* and 'my.jsonl' in"),
         ({"tasks": {"easy": "f1"}}, "task easy: expected the metric of the other files, exact_match, got f1"),
     ):

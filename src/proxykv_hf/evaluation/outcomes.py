@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
-
-FORMAT = 1
-#: What a header must have.
-_NEEDED = ("target", "dtype", "tokens", "seed", "query_aware")
-#: Files that differ in one of these tell of different experiments.
-_SAME = (*_NEEDED, "data")
+from .rows import FORMAT, SAME
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,7 @@ def _add_header(header: Any, path: Path, outcomes: Outcomes) -> None:
         raise InvalidInputError(f"{where}: expected a header, as `proxykv evaluate` writes it, got none")
     if header.get("format") != FORMAT:
         raise InvalidInputError(f"{where}: header.format: expected {FORMAT}, got {header.get('format')!r}")
-    for name in _NEEDED:
+    for name in SAME:
         if name not in header:
             raise InvalidInputError(f"{where}: header.{name}: expected a value, got none")
     tasks = header.get("tasks")
@@ -177,7 +172,7 @@ def _add_header(header: Any, path: Path, outcomes: Outcomes) -> None:
 
 def _check_same(before: dict[str, Any], header: dict[str, Any], other: str, path: Path) -> None:
     """Refuse files of which the rows do not belong in one table."""
-    pairs = {name: (before.get(name), header.get(name)) for name in _SAME}
+    pairs = {name: (before[name], header[name]) for name in SAME}
     for kind in ("examples", "identities"):  # of texts, and of methods' weights and settings
         first, second = before.get(kind, {}), header.get(kind, {})
         pairs |= {name: (first[name], second[name]) for name in sorted(first.keys() & second.keys())}

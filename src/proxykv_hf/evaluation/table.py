@@ -164,6 +164,7 @@ def _facts(outcomes: Outcomes, summary: Summary) -> str:
 
     facts = {
         "target": of("target"),
+        "target weights": of("target_weights"),
         "mapper": of("mapper"),
         "dtype": of("dtype"),
         "seed": _plain(outcomes.headers[0]["seed"]),
