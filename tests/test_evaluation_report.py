@@ -414,13 +414,48 @@ def test_files_that_do_not_belong_together(write):
         read_outcomes([first, write(header(), *other, name="other.jsonl")])
 
 
-def test_a_method_that_is_not_there(write, capsys):
+@pytest.mark.parametrize("option", ["reference", "ours"])
+def test_a_named_method_that_is_not_there(write, capsys, option):
     path = write(header(), *(row for row in rows() if row["method"] != "kvzip"))
-    assert cli.main(["report", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert f"expected a method that is in {path}, got 'kvzip': there full, proxykv:global, snapkv:uniform" in error
-    assert cli.main(["report", str(path), "--reference", "snapkv", "--ours", "proxykv:uniform"]) == 2
-    assert "got 'proxykv:uniform'" in capsys.readouterr().err
+    for name in ("kvzip", "proxykv:uniform"):
+        assert cli.main(["report", str(path), f"--{option}", name]) == 2
+        error = capsys.readouterr().err
+        expected = f"--{option}: expected a method that prunes, of {path}, got '{name}': there proxykv:global, snapkv"
+        assert expected in error
+    assert cli.main(["report", str(path), f"--{option}", "full"]) == 2
+    assert "got 'full': there proxykv:global, snapkv:uniform; recovery of the full cache is" in capsys.readouterr().err
+
+
+def test_without_the_methods_that_are_compared_by_default(write, tmp_path, capsys):
+    def report(*lacking):
+        path = write(header(), *(row for row in rows() if row["method"] not in lacking))
+        out = tmp_path / "-".join(lacking)
+        assert cli.main(["report", str(path), "--samples", "20", "--out", str(out)]) == 0
+        assert not (out / "recovery.png").exists()
+        return (out / "report.md").read_text(), json.loads((out / "report.json").read_text())
+
+    text, figures = report("kvzip")
+    assert "There is no kvzip, which recovery would be relative to: --reference names another method." in text
+    assert "## Recovery of the full cache" in text
+    assert "## Recovery of kvzip" not in text
+    assert "recovers of" not in text
+    assert "## proxykv (global) against each" in text
+    assert (figures["reference"], figures["ours"]["method"]) == (None, "proxykv")
+
+    text, figures = report("proxykv")
+    assert "There is no proxykv, which the others would be compared with: --ours names another method." in text
+    assert "## Recovery of kvzip (global)" in text
+    assert "against each" not in text
+    assert (figures["reference"]["method"], figures["ours"]) == ("kvzip", None)
+
+    text, _ = report("proxykv", "kvzip")
+    assert "| snapkv | uniform |  | 0.12 |" in text
+    text, _ = report("proxykv", "kvzip", "snapkv")
+    assert "| full |  | 0.88 |" in text
+
+
+def test_samples_are_at_least_one(write, capsys):
+    path = write()
     assert cli.main(["report", str(path), "--samples", "0"]) == 2
     assert "--samples: expected at least 1, got 0" in capsys.readouterr().err
 

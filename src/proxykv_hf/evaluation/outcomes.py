@@ -89,15 +89,17 @@ class Outcomes:
         """The variant that ``METHOD`` or ``METHOD:ALLOCATION`` names; ``global`` where it has several.
 
         Raises:
-            InvalidInputError: There is none; the message lists those there are.
+            InvalidInputError: There is none, or it is the full cache, which has no ratio in common with the others; the
+                message lists those there are.
         """
         method, _, allocation = name.partition(":")
-        there = [v for v in self.variants() if v.method == method and allocation in ("", v.allocation)]
+        pruned = [v for v in self.variants() if v != FULL.variant]
+        there = [v for v in pruned if v.method == method and allocation in ("", v.allocation)]
         if not there:
-            known = ", ".join(sorted({v.method if v.allocation is None else f"{v.method}:{v.allocation}"
-                                      for v in self.variants()}))  # fmt: skip
+            known = ", ".join(sorted(f"{v.method}:{v.allocation}" for v in pruned)) or "none"
+            hint = "; recovery of the full cache is in every report" if method == FULL.variant.method else ""
             raise InvalidInputError(
-                f"expected a method that is in {', '.join(self.files)}, got {name!r}: there {known}"
+                f"expected a method that prunes, of {', '.join(self.files)}, got {name!r}: there {known}{hint}"
             )
         return next((v for v in there if v.allocation == "global"), there[0])
 

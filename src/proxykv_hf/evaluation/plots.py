@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,9 @@ _ALLOCATIONS = {"global": "one threshold over all heads", "uniform": "the same n
 def plot_scores(summary: Summary, path: Path, title: str) -> bool:
     """A PNG: mean score against the share kept, a panel for each allocation, ours and the reference in all.
 
-    Returns: Whether there is anything to draw: means over tasks.
+    Returns: Whether there is anything to draw: means over tasks, of anything that prunes.
     """
-    if not summary.overall:
+    if not summary.overall or not summary.points():
         return False
     import matplotlib as mpl
 
@@ -96,23 +97,28 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
 def plot_recovery(summary: Summary, path: Path, title: str) -> bool:
     """A PNG: by task and ratio what share of the reference's score ours recovers, other methods in grey.
 
-    Returns: Whether there is anything to draw: a task within reach where the reference scores enough.
+    Returns: Whether there is anything to draw: both methods, and a task within reach where the reference scores enough.
     """
+    reference, ours = summary.reference, summary.ours
+    if reference is None or ours is None:
+        return False
     ratios, tasks = summary.ratios(), summary.judged
     rows = [("all tasks", summary.overall), *((name, summary.tasks[name].figures) for name in tasks)]
-    drawn = [figures.get(Point(summary.ours, ratio)) for _, figures in rows for ratio in ratios]
+    drawn = [figures.get(Point(ours, ratio)) for _, figures in rows for ratio in ratios]
     highest = [found.of_reference.high or found.of_reference.value for found in drawn if found and found.of_reference]
     if not highest:
         return False
     import matplotlib as mpl
 
+    others = [variant for variant in summary.variants() if variant not in (ours, reference)]
     with mpl.rc_context(STYLE):
         figure = new_figure(8, 1.5 + 0.27 * len(rows))
         panels = figure.subplots(1, len(ratios), sharey=True, sharex=True, squeeze=False)[0]
         for axes, ratio in zip(panels, ratios, strict=True):
             axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
             for place, (_, figures) in enumerate(rows):
-                _draw_recovery(axes, summary, ratio, place, figures)
+                beside = [figures.get(Point(variant, ratio)) for variant in others]
+                _draw_recovery(axes, place, figures.get(Point(ours, ratio)), beside, reference.method)
             axes.set_title(f"{ratio:g} kept", loc="left")
             axes.tick_params(axis="y", length=0)
             axes.spines["left"].set_visible(False)
@@ -120,37 +126,37 @@ def plot_recovery(summary: Summary, path: Path, title: str) -> bool:
         panels[0].get_yticklabels()[0].set_fontweight("bold")
         panels[0].set(ylim=(len(rows) - 0.5, -0.6), xlim=(-0.03, min(2.0, max(1.1, 1.06 * max(highest)))))
         panels[0].set_xticks([0, 0.5, 1])
-        reference = summary.reference.method
         figure.supxlabel(
-            f"blue: {summary.ours.method}'s score over {reference}'s, 95 % interval from {LEAST_CONTEXTS} contexts on; "
-            f"grey: other methods'; in words: {reference}'s own, too low for a quotient",
+            f"blue: {ours.method}'s score over {reference.method}'s, 95 % interval from {LEAST_CONTEXTS} contexts on; "
+            f"grey: other methods'; in words: {reference.method}'s own, too low for a quotient",
             fontsize=8,
             color=GREY,
         )
-        save(figure, path, f"{summary.ours.method} against {reference}: {title}")
+        save(figure, path, f"{ours.method} against {reference.method}: {title}")
     return True
 
 
-def _draw_recovery(axes: Axes, summary: Summary, ratio: float, place: int, figures: dict[Point, Figures]) -> None:
-    for variant in summary.variants():
-        found = figures.get(Point(variant, ratio))
-        if found is None or found.of_reference is None or variant == summary.reference:
-            continue
-        recovered = found.of_reference
-        if variant != summary.ours:
-            axes.plot(recovered.value, place, "|", color="#B0B0B0", markersize=7, markeredgewidth=1.2, zorder=1)
-            continue
-        if recovered.low is not None and recovered.high is not None:
-            axes.plot([recovered.low, recovered.high], [place, place], color=OURS, linewidth=1.6, zorder=2)
-        axes.plot(recovered.value, place, "o", color=OURS, markersize=6 if place == 0 else 4.5, zorder=3)
-    own = figures.get(Point(summary.ours, ratio))
-    if own is not None and own.of_reference is None and own.reference_score is not None:
-        text = f"{summary.reference.method} {own.reference_score:.2f}"
+def _draw_recovery(
+    axes: Axes, place: int, own: Figures | None, others: Sequence[Figures | None], reference: str
+) -> None:
+    for other in others:
+        if other is not None and other.of_reference is not None:
+            share = other.of_reference.value
+            axes.plot(share, place, "|", color="#B0B0B0", markersize=7, markeredgewidth=1.2, zorder=1)
+    if own is None or own.reference_score is None:
+        return
+    if (found := own.of_reference) is None:
+        text = f"{reference} {own.reference_score:.2f}"
         axes.text(0.5, place, text, color=GREY, va="center", ha="center", fontsize=7.5, style="italic")
+        return
+    if found.low is not None and found.high is not None:
+        axes.plot([found.low, found.high], [place, place], color=OURS, linewidth=1.6, zorder=2)
+    axes.plot(found.value, place, "o", color=OURS, markersize=6 if place == 0 else 4.5, zorder=3)
 
 
 def _colour(variant: Variant, summary: Summary) -> str:
     """One colour a method, whatever its allocation."""
-    named = {summary.reference.method: REFERENCE, summary.ours.method: OURS}
+    both = ((summary.reference, REFERENCE), (summary.ours, OURS))
+    named = {known.method: colour for known, colour in both if known is not None}
     others = sorted({other.method for other in summary.variants()} - set(named))
     return named.get(variant.method) or OTHERS[others.index(variant.method) % len(OTHERS)]

@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import InvalidInputError
 from .outcomes import FULL, Outcome, Outcomes, Point, Rows, Variant
 from .statistics import Estimate, Floats, Resampler, Sampled
 
 #: A task of which the full cache answers less is beyond the model: what is lost there cannot be seen.
 WITHIN_REACH = 0.5
+#: What recovery is relative to, and what the others are compared with, unless others are named.
+DEFAULT_REFERENCE, DEFAULT_OURS = "kvzip", "proxykv"
 #: Where the reference itself scores less, a share of its score says nothing; the difference in nll does.
 MEANINGFUL = 0.3
 
@@ -88,8 +91,8 @@ class Summary:
     """All figures of a report.
 
     Args:
-        reference: What recovery is relative to.
-        ours: What the others are compared with.
+        reference: What recovery is relative to; None if there is nothing.
+        ours: What the others are compared with; None likewise.
         samples: Resamples of every interval.
         tasks: By name.
         overall: Means over the tasks within the model's reach, each task the same weight; only points that all of
@@ -98,8 +101,8 @@ class Summary:
         shared: The means over these questions alone; empty if they are all questions, or none.
     """
 
-    reference: Variant
-    ours: Variant
+    reference: Variant | None
+    ours: Variant | None
     samples: int
     tasks: dict[str, TaskSummary]
     overall: dict[Point, Figures]
@@ -148,8 +151,8 @@ class Summary:
             ]
 
         return {
-            "reference": dataclasses.asdict(self.reference),
-            "ours": dataclasses.asdict(self.ours),
+            "reference": None if self.reference is None else dataclasses.asdict(self.reference),
+            "ours": None if self.ours is None else dataclasses.asdict(self.ours),
             "samples": self.samples,
             "judged": self.judged,
             "overall": entries(self.overall),
@@ -169,13 +172,13 @@ class Summary:
 
 
 def summarize(
-    outcomes: Outcomes, reference: str = "kvzip", ours: str = "proxykv", samples: int = 10_000, seed: int = 0
+    outcomes: Outcomes, reference: str | None = None, ours: str | None = None, samples: int = 10_000, seed: int = 0
 ) -> Summary:
     """All figures.
 
     Args:
         outcomes: From `read_outcomes`.
-        reference: What recovery is relative to, ``METHOD`` or ``METHOD:ALLOCATION``.
+        reference: What recovery is relative to, ``METHOD`` or ``METHOD:ALLOCATION``; None: the default if it is there.
         ours: What the others are compared with, likewise.
         samples: Resamples of every interval.
         seed: Of the resamples; those of a task are the same whatever other tasks there are.
@@ -183,7 +186,8 @@ def summarize(
     Raises:
         InvalidInputError: ``reference`` or ``ours`` is not there.
     """
-    yardstick, own = outcomes.variant(reference), outcomes.variant(ours)
+    yardstick = _named(outcomes, "reference", reference, DEFAULT_REFERENCE)
+    own = _named(outcomes, "ours", ours, DEFAULT_OURS)
 
     def tables_of(rows: Mapping[str, Rows]) -> dict[str, _Table]:
         return {
@@ -202,6 +206,16 @@ def summarize(
     shared = tables_of(_answered_by_all(judged))
     overall = _over_tasks([tables[name] for name in judged])
     return Summary(yardstick, own, samples, tasks, overall, list(shared), _over_tasks(list(shared.values())))
+
+
+def _named(outcomes: Outcomes, option: str, name: str | None, default: str) -> Variant | None:
+    """The variant of this name; of the default's, if none is given and the files have it."""
+    try:
+        return outcomes.variant(default if name is None else name)
+    except InvalidInputError as error:
+        if name is None:
+            return None
+        raise InvalidInputError(f"--{option}: {error}") from error
 
 
 def common_ratios(points: Iterable[Point]) -> set[float]:
@@ -233,11 +247,11 @@ class _Table:
     Args:
         rows: Outcomes by question and point.
         resampler: Of the questions' examples, in the same order.
-        reference: What recovery is relative to.
-        ours: What the others are compared with.
+        reference: What recovery is relative to, if anything.
+        ours: What the others are compared with, likewise.
     """
 
-    def __init__(self, rows: Rows, resampler: Resampler, reference: Variant, ours: Variant) -> None:
+    def __init__(self, rows: Rows, resampler: Resampler, reference: Variant | None, ours: Variant | None) -> None:
         self.resampler, self._reference, self._ours = resampler, reference, ours
         nothing = Outcome(math.nan, math.nan, math.nan)
         self._columns = {
@@ -254,17 +268,20 @@ class _Table:
         """All points'."""
         return {point: _figures(parts, *self.counts[point]) for point, parts in self.parts.items()}
 
+    def _column(self, variant: Variant | None, ratio: float) -> dict[str, Floats] | None:
+        return None if variant is None else self._columns.get(Point(variant, ratio))
+
     def _parts(self, point: Point) -> Parts:
         """The means that a point's figures are made of; those left out that have nothing to be taken from."""
         own = self._columns[point]
         parts = {name: self.resampler.mean(own[name]) for name in ("score", "nll", "kept")}
         parts |= self._both("full", own["score"], self._columns[FULL]["score"])
-        beside = self._columns.get(Point(self._reference, point.ratio))
+        beside = self._column(self._reference, point.ratio)
         if beside is not None:
             parts |= self._both("reference", own["score"], beside["score"])
             parts["whole_reference"] = self.resampler.mean(beside["score"])
             parts["nll_over_reference"] = self.resampler.mean(own["nll"] - beside["nll"])
-        first = self._columns.get(Point(self._ours, point.ratio))
+        first = self._column(self._ours, point.ratio)
         if first is not None and point.variant != self._ours:
             parts["lead"] = self.resampler.mean(first["score"] - own["score"])
             parts["lead_nll"] = self.resampler.mean(first["nll"] - own["nll"])
@@ -281,7 +298,7 @@ class _Table:
     def _counts(self, point: Point) -> tuple[int, int]:
         """Questions that a point answered, and that ours answered too."""
         answered = ~np.isnan(self._columns[point]["score"])
-        first = self._columns.get(Point(self._ours, point.ratio))
+        first = self._column(self._ours, point.ratio)
         both = 0 if first is None else np.count_nonzero(answered & ~np.isnan(first["score"]))
         return int(np.count_nonzero(answered)), int(both)
 

@@ -10,7 +10,16 @@ from typing import Any
 
 from .outcomes import FULL, Outcomes, Point, Variant
 from .statistics import LEAST_CONTEXTS, Estimate
-from .summary import MEANINGFUL, WITHIN_REACH, Figures, Summary, TaskSummary, common_ratios
+from .summary import (
+    DEFAULT_OURS,
+    DEFAULT_REFERENCE,
+    MEANINGFUL,
+    WITHIN_REACH,
+    Figures,
+    Summary,
+    TaskSummary,
+    common_ratios,
+)
 
 #: What a cell shows of a point's figures.
 Show = Callable[[Figures], str]
@@ -49,21 +58,38 @@ def _what_was_asked(outcomes: Outcomes, summary: Summary) -> str:
             f"{', '.join(beyond)}."
             + ("" if summary.overall else " No task is left to take means over; see each task below.")
         )
+    if summary.reference is None:
+        lines.append(
+            f"There is no {DEFAULT_REFERENCE}, which recovery would be relative to: --reference names another method."
+        )
+    if summary.ours is None:
+        lines.append(
+            f"There is no {DEFAULT_OURS}, which the others would be compared with: --ours names another method."
+        )
     return "\n".join(lines)
 
 
 def _overall(summary: Summary) -> list[str]:
     reference, ours, figures = summary.reference, summary.ours, summary.overall
-    return [
+    parts = [
         "## Score",
         f"Mean over {_count(len(summary.judged), 'task')}, each the same weight, and its 95 % interval.",
         _table(summary, figures, _score, full=figures[FULL], last=("KV bytes, of full", _kept(summary))),
         *_answered(summary),
-        f"## Recovery of {reference}",
-        f"Score over that of {reference} at the same ratio. {_where_not_meaningful(reference)}",
-        _table(summary, figures, _recovery(summary), without=reference),
-        "## Recovery of the full cache",
-        _table(summary, figures, lambda found: _span(found.of_full)),
+    ]
+    if reference is not None:
+        parts += [
+            f"## Recovery of {reference}",
+            f"Score over that of {reference} at the same ratio. {_where_not_meaningful(reference)}",
+            _table(summary, figures, _recovery(reference), without=reference),
+        ]
+    parts += ["## Recovery of the full cache", _table(summary, figures, lambda found: _span(found.of_full))]
+    return parts if ours is None else parts + _leads(summary, ours)
+
+
+def _leads(summary: Summary, ours: Variant) -> list[str]:
+    figures = summary.overall
+    return [
         f"## {ours} against each",
         f"Score of {ours} minus the other's at the same ratio, in points, of the questions that both answered; "
         "**bold** where the interval excludes zero.",
@@ -97,21 +123,26 @@ def _answered(summary: Summary) -> list[str]:
 
 
 def _by_task(summary: Summary) -> list[str]:
-    ratios = summary.ratios()
-    rows = []
-    for name, task in summary.tasks.items():
-        cells = [_cell(task.figures, Point(summary.ours, ratio), _recovery(summary)) for ratio in ratios]
-        rows.append(
-            [name + ("" if task.within_reach else " (beyond the model)"), f"{task.full.score.value:.2f}", *cells]
-        )
-    parts = [
-        "## By task",
-        f"What {summary.ours} recovers of {summary.reference}. {_where_not_meaningful(summary.reference)}",
-        _grid(["task", "full", *map(_ratio, ratios)], rows),
-    ]
+    parts = ["## By task"]
+    if summary.reference is not None and summary.ours is not None:
+        parts += _recovery_by_task(summary, summary.reference, summary.ours)
     for name, task in summary.tasks.items():
         parts += [f"### {name}", _about(task), _table(summary, task.figures, _score, full=task.full)]
     return parts
+
+
+def _recovery_by_task(summary: Summary, reference: Variant, ours: Variant) -> list[str]:
+    ratios = summary.ratios()
+    rows = []
+    for name, task in summary.tasks.items():
+        cells = [_cell(task.figures, Point(ours, ratio), _recovery(reference)) for ratio in ratios]
+        rows.append(
+            [name + ("" if task.within_reach else " (beyond the model)"), f"{task.full.score.value:.2f}", *cells]
+        )
+    return [
+        f"What {ours} recovers of {reference}. {_where_not_meaningful(reference)}",
+        _grid(["task", "full", *map(_ratio, ratios)], rows),
+    ]
 
 
 def _about(task: TaskSummary) -> str:
@@ -266,14 +297,14 @@ def _score(found: Figures) -> str:
     return _span(found.score)
 
 
-def _recovery(summary: Summary) -> Show:
+def _recovery(reference: Variant) -> Show:
     def show(found: Figures) -> str:
         if found.of_reference is not None:
             return _span(found.of_reference)
         if found.reference_score is None:
             return "–"
         difference = _signed(found.nll_over_reference, 1, ".2f", bold=False)
-        return f"{summary.reference.method} {found.reference_score:.2f}: nll {difference}"
+        return f"{reference.method} {found.reference_score:.2f}: nll {difference}"
 
     return show
 
