@@ -8,8 +8,10 @@ import math
 import pytest
 
 from proxykv_hf import InvalidInputError, cli
-from proxykv_hf.evaluation.drawing import spread
+from proxykv_hf.evaluation import statistics
+from proxykv_hf.evaluation.drawing import new_figure, spread
 from proxykv_hf.evaluation.outcomes import FULL, Point, Variant, read_outcomes
+from proxykv_hf.evaluation.plots import _draw_scores
 from proxykv_hf.evaluation.summary import summarize
 from proxykv_hf.evaluation.table import markdown
 
@@ -36,12 +38,14 @@ def header(**changes):
     entries = {
         "format": 1,
         "target": "org/model",
+        "target_weights": "00ff",
         "mapper": "mappers/model",
         "dtype": "float32",
         "tokens": 500,
         "seed": 0,
         "allocation": "native",
         "query_aware": False,
+        "data": None,
         "tasks": {"easy": "exact_match", "fair": "exact_match", "hard": "f1"},
         "methods": ["proxykv", "kvzip", "snapkv"],
         "ratios": [0.2],
@@ -85,6 +89,13 @@ def write(tmp_path):
     return make
 
 
+@pytest.fixture
+def of_any_number(monkeypatch):
+    """Intervals of fewer contexts than there would be any of, for cases to be worked out by hand."""
+    monkeypatch.setattr(statistics, "LEAST_CONTEXTS", 1)
+
+
+@pytest.mark.usefixtures("of_any_number")
 def test_figures_of_a_small_file_by_hand(write):
     summary = summarize(read_outcomes([write()]), samples=100)
     assert summary.judged == ["easy", "fair"]  # of hard the full cache answers one in four
@@ -117,6 +128,7 @@ def test_figures_of_a_small_file_by_hand(write):
     assert summary.overall[FULL].score.value == pytest.approx(0.875)
 
 
+@pytest.mark.usefixtures("of_any_number")
 def test_intervals_over_tasks_are_those_of_a_plain_loop(write):
     from proxykv_hf.evaluation.statistics import draw
 
@@ -154,6 +166,7 @@ def test_examples_of_a_file_have_no_length_to_tell(write, tmp_path, capsys):
     assert "None tokens" not in text
 
 
+@pytest.mark.usefixtures("of_any_number")
 def test_the_report_in_markdown(write):
     outcomes = read_outcomes([write()])
     text = markdown(outcomes, summarize(outcomes, samples=2000))
@@ -168,12 +181,15 @@ def test_the_report_in_markdown(write):
     assert "| easy | 1.00 | 0.67 (0.00–1.00) |" in lines
     assert "| fair | 0.75 | kvzip 0.25: nll +0.20 (+0.20 to +0.20) |" in lines
     assert "| hard (beyond the model) | 0.25 | kvzip 0.25: nll +0.20 (+0.20 to +0.20) |" in lines
-    assert "4 questions of 2 contexts, f1. Beyond the model: the full cache scores 0.25." in lines
+    about = "4 questions of 2 contexts, f1. Fewer than 8 contexts tell no interval."
+    assert f"{about} Beyond the model: the full cache scores 0.25." in lines
+    assert "| target weights | 00ff |" in lines
     assert "| commit | abc123 |" in lines
     assert "proxykv evaluate --tasks 'easy hard'" in lines
     assert "Unequal" not in text
 
 
+@pytest.mark.usefixtures("of_any_number")
 def test_unequal_sets_are_named_and_only_shared_questions_compared(write):
     def there(row):
         if row["method"] == "snapkv":
@@ -195,6 +211,69 @@ def test_unequal_sets_are_named_and_only_shared_questions_compared(write):
     assert "| kvzip | global | +12.5 | 6 |" in text  # and where a task tells no interval, neither does the mean
 
 
+def test_one_score_of_the_reference_decides_for_all_methods(write):
+    """In fair kvzip scores 0.25, but 0.5 of the context that is snapkv's only one: no quotient for snapkv alone."""
+    some = (row for row in rows() if (row["method"], row["example"]) != ("snapkv", "00000"))
+    outcomes = read_outcomes([write(header(), *some)])
+    fair = summarize(outcomes, samples=20).tasks["fair"].figures
+    for point in (Point(SNAP, 0.2), Point(OURS, 0.2), Point(KVZIP, 0.2)):
+        assert (fair[point].of_reference, fair[point].reference_score) == (None, 0.25)
+    assert "kvzip 0.50" not in markdown(outcomes, summarize(outcomes, samples=20))
+
+
+def test_means_of_the_questions_that_all_answered(write, tmp_path):
+    """Of snapkv there is not the first context of easy and of fair, and no ratio but 0.2."""
+    more = {(task, method, 0.1): [0, 0, 0, 0] for task in ("easy", "fair") for method in ("kvzip", "proxykv")}
+    some = [row for row in rows(SCORES | more) if (row["method"], row["example"]) != ("snapkv", "00000")]
+    path = write(header(), *some)
+    outcomes = read_outcomes([path])
+    summary = summarize(outcomes, samples=20)
+    assert set(summary.shared) == {FULL, Point(OURS, 0.2), Point(KVZIP, 0.2), Point(SNAP, 0.2)}
+    found = summary.shared[Point(OURS, 0.2)]
+    assert (found.score.value, found.questions, found.pairs) == (0.5, 4, 4)  # easy 0, fair 1
+    assert (summary.shared[Point(KVZIP, 0.2)].score.value, summary.shared[FULL].score.value) == (0.5, 1.0)
+    text = markdown(outcomes, summary)
+    assert "of the same questions: of 8, 4 were answered by snapkv (uniform); all by the others." in text
+    table = text.split("Of the 4 questions in 2 tasks that all methods answered, at the ratios that all have:")[1]
+    assert table.strip().startswith("| method | allocation | all | 0.2 |\n|---|---|---|---|\n| full |  | 1.00 |  |\n")
+    assert "| **proxykv** | global |  | 0.50 |" in table.split("##")[0]
+    assert cli.main(["report", str(path), "--out", str(tmp_path / "out"), "--samples", "20"]) == 0
+    figures = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert figures["shared_tasks"] == ["easy", "fair"]
+    assert {entry["method"] for entry in figures["shared"]} == {"full", "kvzip", "proxykv", "snapkv"}
+
+
+def test_means_of_the_same_questions_leave_out_a_task_that_a_method_lacks(write):
+    outcomes = read_outcomes(
+        [write(header(), *(row for row in rows() if (row["task"], row["method"]) != ("fair", "snapkv")))]
+    )
+    summary = summarize(outcomes, samples=20)
+    assert summary.shared_tasks == ["easy"]
+    assert summary.shared[Point(SNAP, 0.2)].score.value == 0.25
+    whole = summarize(read_outcomes([write()]), samples=20)
+    assert (whole.shared, whole.shared_tasks) == ({}, [])
+    assert "same questions" not in markdown(read_outcomes([write()]), whole)
+
+
+def test_the_best_first_by_what_all_were_asked(write):
+    """At 0.2, the ratio that all have, kvzip leads; of its own two ratios its mean is the lowest."""
+    more = {(task, "kvzip", 0.1): [0, 0, 0, 0] for task in ("easy", "fair")}
+    scores = SCORES | {("easy", "kvzip", 0.2): [1, 1, 1, 1]} | more
+    assert summarize(read_outcomes([write(header(), *rows(scores))]), samples=5).variants() == [KVZIP, OURS, SNAP]
+    apart = {key: values for key, values in scores.items() if key[1:] != ("kvzip", 0.2)}
+    assert summarize(read_outcomes([write(header(), *rows(apart))]), samples=5).variants() == [OURS, SNAP, KVZIP]
+
+
+def test_few_contexts_tell_no_interval_of_a_task_but_of_several(write):
+    scores = {key: values * 2 for key, values in SCORES.items()}  # four contexts a task
+    outcomes = read_outcomes([write(header(), *rows(scores))])
+    text = markdown(outcomes, summarize(outcomes, samples=50))
+    assert "| easy | 1.00 | 0.67 |" in text
+    assert "8 questions of 4 contexts, exact_match. Fewer than 8 contexts tell no interval." in text
+    assert "all contexts score alike, none of fewer than 8 contexts |" in text
+    assert "| **proxykv** | global |  | 0.50 (0." in text  # over both tasks
+
+
 def test_one_context_and_no_likelihood(write):
     scores = {key: values[:2] for key, values in SCORES.items() if key[0] == "easy"}
     outcomes = read_outcomes([write(header(), *rows(scores, nll=lambda *_: None))])
@@ -202,7 +281,7 @@ def test_one_context_and_no_likelihood(write):
     ours = summary.overall[Point(OURS, 0.2)]
     assert (ours.score.value, ours.score.low, ours.nll, ours.nll_over_reference) == (1.0, None, None, None)
     text = markdown(outcomes, summary)
-    assert "One context tells no interval." in text
+    assert "2 questions of 1 context, exact_match. Fewer than 8 contexts tell no interval." in text
     assert "| **proxykv** | global |  | 1.00 |" in text
     assert "- 8 answers without a log-likelihood" in text
 
@@ -318,6 +397,7 @@ def test_files_that_do_not_belong_together(write):
     first = write()
     for changes, message in (
         ({"dtype": "bfloat16"}, "dtype is 'float32' in .* and 'bfloat16' in"),
+        ({"target_weights": "1234"}, "target_weights is '00ff' in .* and '1234' in"),
         ({"data": "my.jsonl"}, "data is None in .* and 'my.jsonl' in"),
         ({"tasks": {"easy": "f1"}}, "task easy: expected the metric of the other files, exact_match, got f1"),
     ):
@@ -334,15 +414,64 @@ def test_files_that_do_not_belong_together(write):
         read_outcomes([first, write(header(), *other, name="other.jsonl")])
 
 
-def test_a_method_that_is_not_there(write, capsys):
+@pytest.mark.parametrize("option", ["reference", "ours"])
+def test_a_named_method_that_is_not_there(write, capsys, option):
     path = write(header(), *(row for row in rows() if row["method"] != "kvzip"))
-    assert cli.main(["report", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert f"expected a method that is in {path}, got 'kvzip': there full, proxykv:global, snapkv:uniform" in error
-    assert cli.main(["report", str(path), "--reference", "snapkv", "--ours", "proxykv:uniform"]) == 2
-    assert "got 'proxykv:uniform'" in capsys.readouterr().err
+    for name in ("kvzip", "proxykv:uniform"):
+        assert cli.main(["report", str(path), f"--{option}", name]) == 2
+        error = capsys.readouterr().err
+        expected = f"--{option}: expected a method that prunes, of {path}, got '{name}': there proxykv:global, snapkv"
+        assert expected in error
+    assert cli.main(["report", str(path), f"--{option}", "full"]) == 2
+    assert "got 'full': there proxykv:global, snapkv:uniform; recovery of the full cache is" in capsys.readouterr().err
+
+
+def test_without_the_methods_that_are_compared_by_default(write, tmp_path, capsys):
+    def report(*lacking):
+        path = write(header(), *(row for row in rows() if row["method"] not in lacking))
+        out = tmp_path / "-".join(lacking)
+        assert cli.main(["report", str(path), "--samples", "20", "--out", str(out)]) == 0
+        assert not (out / "recovery.png").exists()
+        return (out / "report.md").read_text(), json.loads((out / "report.json").read_text())
+
+    text, figures = report("kvzip")
+    assert "There is no kvzip, which recovery would be relative to: --reference names another method." in text
+    assert "## Recovery of the full cache" in text
+    assert "## Recovery of kvzip" not in text
+    assert "recovers of" not in text
+    assert "## proxykv (global) against each" in text
+    assert (figures["reference"], figures["ours"]["method"]) == (None, "proxykv")
+
+    text, figures = report("proxykv")
+    assert "There is no proxykv, which the others would be compared with: --ours names another method." in text
+    assert "## Recovery of kvzip (global)" in text
+    assert "against each" not in text
+    assert (figures["reference"]["method"], figures["ours"]) == ("kvzip", None)
+
+    text, _ = report("proxykv", "kvzip")
+    assert "| snapkv | uniform |  | 0.12 |" in text
+    text, _ = report("proxykv", "kvzip", "snapkv")
+    assert "| full |  | 0.88 |" in text
+
+
+def test_samples_are_at_least_one(write, capsys):
+    path = write()
     assert cli.main(["report", str(path), "--samples", "0"]) == 2
     assert "--samples: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_labels_lead_to_where_their_curves_end(write):
+    """At 0.1 snapkv was not asked: its curve ends inside the panel."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Annotation
+
+    more = {(task, method, 0.1): [0, 1, 0, 0] for task in ("easy", "fair") for method in ("kvzip", "proxykv")}
+    summary = summarize(read_outcomes([write(header(), *rows(SCORES | more))]), samples=10)
+    axes = new_figure(4, 4).subplots()
+    _draw_scores(axes, summary, "uniform")
+    ends = {label.get_text(): label.xy for label in axes.texts if isinstance(label, Annotation)}
+    assert ends == {"snapkv": (0.2, 0.125), "proxykv (global)": (0.1, 0.25), "kvzip (global)": (0.1, 0.25)}
+    assert all(label.xycoords == "data" for label in axes.texts if isinstance(label, Annotation))
 
 
 def test_labels_are_spread_as_little_as_it_takes():

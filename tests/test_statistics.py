@@ -11,6 +11,13 @@ from proxykv_hf.evaluation import statistics
 from proxykv_hf.evaluation.statistics import Estimate, Resampler, Sampled, draw
 
 
+@pytest.fixture
+def of_any_number(monkeypatch):
+    """Intervals of fewer contexts than there would be any of, for cases to be worked out by hand."""
+    monkeypatch.setattr(statistics, "LEAST_CONTEXTS", 1)
+
+
+@pytest.mark.usefixtures("of_any_number")
 def test_means_of_two_contexts_by_hand(monkeypatch):
     """Contexts a (scores 1, 0) and b (1, 1, 1): drawn twice a, one of each, twice b."""
     monkeypatch.setattr(statistics, "draw", lambda *_: np.array([[0, 0], [0, 1], [1, 0], [1, 1]]))
@@ -24,17 +31,26 @@ def test_means_of_two_contexts_by_hand(monkeypatch):
     assert found.estimate().high == pytest.approx(1.0 - 0.075 * 0.2)
 
 
-def test_what_is_missing_is_left_out_of_mean_and_resamples(monkeypatch):
-    monkeypatch.setattr(statistics, "draw", lambda *_: np.array([[0, 0, 0], [0, 1, 2], [1, 1, 2]]))
+def test_what_is_missing_is_left_out_of_mean_and_draws(monkeypatch):
+    """Of contexts a to c, a has no value: one of the other two is drawn, b with the one question that has."""
+    asked = []
+    monkeypatch.setattr(statistics, "draw", lambda examples, *_: asked.append(examples) or np.array([[0], [1], [1]]))
     resampler = Resampler(["a", "b", "b", "c"], samples=3, seed=[0])
     found = resampler.mean(np.array([math.nan, 1.0, math.nan, 0.0]))
-    assert found.value == 0.5
-    np.testing.assert_allclose(found.resamples, [math.nan, 1 / 2, 2 / 3])  # the first has drawn nothing that is there
-    low = 0.5 + 0.025 / 6
-    assert found.estimate().low == pytest.approx(low)
+    assert (found.value, asked) == (0.5, [2])
+    np.testing.assert_allclose(found.resamples, [1.0, 0.0, 0.0])
     assert resampler.mean(np.full(4, math.nan)) is None
 
 
+def test_figures_of_the_same_contexts_are_of_the_same_draws():
+    resampler = Resampler([f"{place}" for place in range(9)], samples=50, seed=[0])
+    values = np.where(np.arange(9) < 5, np.arange(9.0), math.nan)
+    once, doubled = resampler.mean(values), resampler.mean(2 * values)
+    np.testing.assert_allclose((doubled / once).resamples[once.resamples > 0], 2.0)
+    assert not np.isnan((once + resampler.mean(np.arange(9.0))).resamples).any()
+
+
+@pytest.mark.usefixtures("of_any_number")
 @pytest.mark.parametrize("missing", [(), (0, 7, 8, 9)])
 def test_means_and_intervals_are_those_of_a_plain_loop(missing):
     rng = np.random.default_rng(3)
@@ -42,7 +58,8 @@ def test_means_and_intervals_are_those_of_a_plain_loop(missing):
     values = rng.random(len(examples))
     values[list(missing)] = math.nan
     found = Resampler(examples, samples=200, seed=[5, 6]).mean(values)
-    names = sorted(set(examples))
+    names = sorted({example for example, value in zip(examples, values, strict=True) if not math.isnan(value)})
+    assert len(names) == (6 if missing else 7)
     means = []
     for resample in draw(len(names), 200, [5, 6]):
         taken = []
@@ -60,6 +77,7 @@ def test_means_and_intervals_are_those_of_a_plain_loop(missing):
         assert end == pytest.approx(below + (place % 1) * (means[int(place) + 1] - below))
 
 
+@pytest.mark.usefixtures("of_any_number")
 def test_contexts_are_drawn_not_questions():
     """Ten alike questions of each of four contexts are no surer than one of each."""
     scores = [1.0, 0.0, 1.0, 0.0]
@@ -69,16 +87,35 @@ def test_contexts_are_drawn_not_questions():
     assert (once.low, once.high) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(("contexts", "least"), [(2, 0.87), (4, 0.92), (10, 0.93)])
-def test_intervals_of_few_contexts_hold_what_they_promise(contexts, least):
+@pytest.mark.parametrize(
+    ("contexts", "missing", "least"), [(2, 0, 0.87), (4, 0, 0.92), (10, 0, 0.93), (4, 2, 0.86), (10, 6, 0.92)]
+)
+def test_intervals_of_few_contexts_hold_what_they_promise(contexts, missing, least):
     """The mean over seven tasks, drawn a thousand times: the true one, 0, is in about 95 % of the intervals."""
     rng, inside = np.random.default_rng(0), 0
     resamplers = [Resampler([f"{place}" for place in range(contexts)], 400, [task]) for task in range(7)]
     for _ in range(1000):
-        means = [resampler.mean(rng.standard_normal(contexts)) for resampler in resamplers]
+        values = [rng.standard_normal(contexts) for _ in resamplers]
+        for value in values:
+            value[contexts - missing :] = math.nan
+        means = [resampler.mean(value) for resampler, value in zip(resamplers, values, strict=True)]
         found = sum(means[1:], means[0]).estimate()
         inside += found.low <= 0 <= found.high
     assert least <= inside / 1000 <= 0.98
+
+
+def test_few_contexts_tell_no_interval():
+    """Of four the interval would hold the truth in 82 % of cases, of two in half of them."""
+
+    def mean(contexts, missing=0):
+        values = np.where(np.arange(contexts) < missing, math.nan, np.arange(contexts) % 3)
+        return Resampler([f"{place}" for place in range(contexts)], 50, [contexts]).mean(values)
+
+    assert mean(8).estimate().low is not None
+    assert mean(7).estimate() == Estimate(6 / 7)
+    assert mean(9, missing=2).estimate().high is None
+    assert (mean(5) + mean(3)).estimate().low is not None  # what counts is how many there are in all
+    assert ((mean(5) + mean(2)) / 2).estimate().low is None
 
 
 def test_draws_are_seeded_and_the_order_of_rows_does_not_matter():
@@ -92,6 +129,7 @@ def test_draws_are_seeded_and_the_order_of_rows_does_not_matter():
     np.testing.assert_allclose(first.resamples, turned.resamples)
 
 
+@pytest.mark.usefixtures("of_any_number")
 def test_a_single_context_has_no_interval_nor_has_a_mean_with_it():
     alone = Resampler(["a", "a"], 50, [0]).mean(np.array([1.0, 0.0]))
     assert alone.estimate() == Estimate(0.5)
@@ -101,11 +139,13 @@ def test_a_single_context_has_no_interval_nor_has_a_mean_with_it():
 
 
 def test_quotients_are_taken_in_each_resample():
-    above, below = Sampled(2.0, np.array([1.0, 2.0, 3.0])), Sampled(4.0, np.array([0.0, 4.0, 2.0]))
+    above, below = Sampled(2.0, np.array([1.0, 2.0, 3.0]), 9), Sampled(4.0, np.array([0.0, 4.0, 2.0]), 9)
     np.testing.assert_allclose((above / below).resamples, [math.nan, 0.5, 1.5])
     assert (above / below).value == 0.5
-    assert math.isnan((above / Sampled(0.0, np.zeros(3))).value)
+    assert math.isnan((above / Sampled(0.0, np.zeros(3), 9)).value)
     np.testing.assert_allclose((above / 2.0).resamples, [0.5, 1.0, 1.5])
+    assert above.estimate().low is not None
+    assert (above / below).estimate() == Estimate(0.5)  # some resamples have no quotient, and not just any
 
 
 def test_an_interval_excludes_zero_or_not():

@@ -36,7 +36,7 @@ LEVELS = {
         "scorers.streaming_llm",
     ],
     7: ["scorers.proxy", "scorers.static_alignment"],
-    8: ["model_card", "pretrained"],
+    8: ["model_card", "pretrained", "evaluation.rows"],
     9: [
         "generation",
         "training.generated",
@@ -56,7 +56,6 @@ LEVELS = {
         "evaluation.kept",
         "evaluation.answers",
         "evaluation.methods",
-        "evaluation.rows",
     ],
     10: [
         "evaluation.kept_plot",

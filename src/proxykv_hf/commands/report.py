@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import InvalidInputError
 from ..evaluation.outcomes import Outcomes, read_outcomes
 from ..evaluation.plots import plot_recovery, plot_scores
-from ..evaluation.summary import Summary, summarize
+from ..evaluation.summary import DEFAULT_OURS, DEFAULT_REFERENCE, Summary, summarize
 from ..evaluation.table import markdown
 from ..files import write_whole
 
@@ -34,15 +34,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--reference",
-        default="kvzip",
         metavar="METHOD[:ALLOCATION]",
-        help="what recovery is relative to (default: kvzip; of two allocations, global)",
+        help=f"what recovery is relative to (default: {DEFAULT_REFERENCE}, if it is there; of two allocations, global)",
     )
     parser.add_argument(
         "--ours",
-        default="proxykv",
         metavar="METHOD[:ALLOCATION]",
-        help="what the others are compared with (default: proxykv)",
+        help=f"what the others are compared with (default: {DEFAULT_OURS}, if it is there)",
     )
     parser.add_argument("--samples", type=int, default=10_000, help="resamples of an interval (default: 10000)")
     parser.set_defaults(run=run)

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
-
-FORMAT = 1
-#: What a header must have.
-_NEEDED = ("target", "dtype", "tokens", "seed", "query_aware")
-#: Files that differ in one of these tell of different experiments.
-_SAME = (*_NEEDED, "data")
+from .rows import FORMAT, SAME
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,8 @@ class Outcome:
 
 #: ``(example, question)``, the unit that methods share.
 Asked = tuple[str, int]
+#: One task's, by question and point.
+Rows = dict[Asked, dict[Point, Outcome]]
 
 
 @dataclass
@@ -76,13 +73,13 @@ class Outcomes:
         files: Their names.
         headers: Theirs, in the same order.
         tasks: Metric by task.
-        rows: By task, question and point.
+        rows: By task.
     """
 
     files: list[str] = field(default_factory=list)
     headers: list[dict[str, Any]] = field(default_factory=list)
     tasks: dict[str, str] = field(default_factory=dict)
-    rows: dict[str, dict[Asked, dict[Point, Outcome]]] = field(default_factory=dict)
+    rows: dict[str, Rows] = field(default_factory=dict)
 
     def variants(self) -> list[Variant]:
         """All in the files, the first seen first."""
@@ -92,15 +89,17 @@ class Outcomes:
         """The variant that ``METHOD`` or ``METHOD:ALLOCATION`` names; ``global`` where it has several.
 
         Raises:
-            InvalidInputError: There is none; the message lists those there are.
+            InvalidInputError: There is none, or it is the full cache, which has no ratio in common with the others; the
+                message lists those there are.
         """
         method, _, allocation = name.partition(":")
-        there = [v for v in self.variants() if v.method == method and allocation in ("", v.allocation)]
+        pruned = [v for v in self.variants() if v != FULL.variant]
+        there = [v for v in pruned if v.method == method and allocation in ("", v.allocation)]
         if not there:
-            known = ", ".join(sorted({v.method if v.allocation is None else f"{v.method}:{v.allocation}"
-                                      for v in self.variants()}))  # fmt: skip
+            known = ", ".join(sorted(f"{v.method}:{v.allocation}" for v in pruned)) or "none"
+            hint = "; recovery of the full cache is in every report" if method == FULL.variant.method else ""
             raise InvalidInputError(
-                f"expected a method that is in {', '.join(self.files)}, got {name!r}: there {known}"
+                f"expected a method that prunes, of {', '.join(self.files)}, got {name!r}: there {known}{hint}"
             )
         return next((v for v in there if v.allocation == "global"), there[0])
 
@@ -157,7 +156,7 @@ def _add_header(header: Any, path: Path, outcomes: Outcomes) -> None:
         raise InvalidInputError(f"{where}: expected a header, as `proxykv evaluate` writes it, got none")
     if header.get("format") != FORMAT:
         raise InvalidInputError(f"{where}: header.format: expected {FORMAT}, got {header.get('format')!r}")
-    for name in _NEEDED:
+    for name in SAME:
         if name not in header:
             raise InvalidInputError(f"{where}: header.{name}: expected a value, got none")
     tasks = header.get("tasks")
@@ -175,7 +174,7 @@ def _add_header(header: Any, path: Path, outcomes: Outcomes) -> None:
 
 def _check_same(before: dict[str, Any], header: dict[str, Any], other: str, path: Path) -> None:
     """Refuse files of which the rows do not belong in one table."""
-    pairs = {name: (before.get(name), header.get(name)) for name in _SAME}
+    pairs = {name: (before[name], header[name]) for name in SAME}
     for kind in ("examples", "identities"):  # of texts, and of methods' weights and settings
         first, second = before.get(kind, {}), header.get(kind, {})
         pairs |= {name: (first[name], second[name]) for name in sorted(first.keys() & second.keys())}

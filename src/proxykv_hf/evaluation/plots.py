@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .drawing import GREY, OTHERS, OURS, REFERENCE, STYLE, new_figure, save, spread
 from .outcomes import FULL, Point, Variant
+from .statistics import LEAST_CONTEXTS
 from .summary import Figures, Summary
 
 if TYPE_CHECKING:
@@ -18,9 +20,9 @@ _ALLOCATIONS = {"global": "one threshold over all heads", "uniform": "the same n
 def plot_scores(summary: Summary, path: Path, title: str) -> bool:
     """A PNG: mean score against the share kept, a panel for each allocation, ours and the reference in all.
 
-    Returns: Whether there is anything to draw: means over tasks.
+    Returns: Whether there is anything to draw: means over tasks, of anything that prunes.
     """
-    if not summary.overall:
+    if not summary.overall or not summary.points():
         return False
     import matplotlib as mpl
 
@@ -40,7 +42,7 @@ def plot_scores(summary: Summary, path: Path, title: str) -> bool:
 def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
     both = (summary.ours, summary.reference)
     variants = [variant for variant in summary.variants() if variant.allocation == allocation or variant in both]
-    ends: list[tuple[float, str, str]] = []
+    ends: list[tuple[float, float, str, str]] = []  # a curve's last ratio and score, its label and colour
     for variant in variants:
         points = [Point(variant, ratio) for ratio in summary.ratios() if Point(variant, ratio) in summary.overall]
         if not points:
@@ -55,7 +57,9 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
             [getattr(e, end) if getattr(e, end) is not None else e.value for e in found] for end in ("low", "high")
         )
         axes.fill_between(ratios, low, high, color=colour, alpha=0.16 if first else 0.08, linewidth=0)
-        ends.append((values[-1], variant.method if variant.allocation == allocation else str(variant), colour))
+        ends.append(
+            (ratios[-1], values[-1], variant.method if variant.allocation == allocation else str(variant), colour)
+        )
     shares, full = summary.ratios(), summary.overall[FULL].score.value
     axes.axhline(full, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(shares[0], full + 0.012, f"full cache {full:.2f}", color=GREY, va="bottom")
@@ -67,79 +71,92 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.6)
     axes.set_axisbelow(True)
     ends.reverse()  # of curves that end as good as together, the better one has the higher label
-    places = spread([round(20 * value) / 20 for value, _, _ in ends], 0.056, 0.0)
-    for (value, name, colour), place in zip(ends, places, strict=True):
+    places = spread([round(20 * value) / 20 for _, value, _, _ in ends], 0.056, 0.0)
+    for (ratio, value, name, colour), place in zip(ends, places, strict=True):
         axes.annotate(
             name,
-            xy=(1.0, value),
+            xy=(ratio, value),
             xytext=(1.07, place),
-            xycoords=("axes fraction", "data"),
+            xycoords="data",
             textcoords=("axes fraction", "data"),
             color=colour,
             va="center",
             fontweight="bold" if colour == OURS else "normal",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "relpos": (0, 0.5)},
+            # Dotted, since from a curve that ends early it runs on through the panel as if it were one.
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.8,
+                "linestyle": (0, (1, 2)),
+                "shrinkA": 0,
+                "relpos": (0, 0.5),
+            },
         )
 
 
 def plot_recovery(summary: Summary, path: Path, title: str) -> bool:
     """A PNG: by task and ratio what share of the reference's score ours recovers, other methods in grey.
 
-    Returns: Whether there is anything to draw: a task within reach where the reference scores enough.
+    Returns: Whether there is anything to draw: both methods, and a task within reach where the reference scores enough.
     """
+    reference, ours = summary.reference, summary.ours
+    if reference is None or ours is None:
+        return False
     ratios, tasks = summary.ratios(), summary.judged
     rows = [("all tasks", summary.overall), *((name, summary.tasks[name].figures) for name in tasks)]
-    drawn = [figures.get(Point(summary.ours, ratio)) for _, figures in rows for ratio in ratios]
+    drawn = [figures.get(Point(ours, ratio)) for _, figures in rows for ratio in ratios]
     highest = [found.of_reference.high or found.of_reference.value for found in drawn if found and found.of_reference]
     if not highest:
         return False
     import matplotlib as mpl
 
+    others = [variant for variant in summary.variants() if variant not in (ours, reference)]
     with mpl.rc_context(STYLE):
         figure = new_figure(8, 1.5 + 0.27 * len(rows))
         panels = figure.subplots(1, len(ratios), sharey=True, sharex=True, squeeze=False)[0]
         for axes, ratio in zip(panels, ratios, strict=True):
             axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
             for place, (_, figures) in enumerate(rows):
-                _draw_recovery(axes, summary, ratio, place, figures)
+                beside = [figures.get(Point(variant, ratio)) for variant in others]
+                _draw_recovery(axes, place, figures.get(Point(ours, ratio)), beside, reference.method)
             axes.set_title(f"{ratio:g} kept", loc="left")
             axes.tick_params(axis="y", length=0)
             axes.spines["left"].set_visible(False)
         panels[0].set_yticks(range(len(rows)), [name for name, _ in rows])
         panels[0].get_yticklabels()[0].set_fontweight("bold")
-        panels[0].set(ylim=(len(rows) - 0.5, -0.6), xlim=(-0.03, min(2.0, max(1.1, 1.03 * max(highest)))))
+        panels[0].set(ylim=(len(rows) - 0.5, -0.6), xlim=(-0.03, min(2.0, max(1.1, 1.06 * max(highest)))))
         panels[0].set_xticks([0, 0.5, 1])
-        reference = summary.reference.method
         figure.supxlabel(
-            f"blue: score of {summary.ours.method} over that of {reference}, with 95 % interval; grey: other methods'; "
-            f"in words: {reference}'s own, too low for a quotient",
+            f"blue: {ours.method}'s score over {reference.method}'s, 95 % interval from {LEAST_CONTEXTS} contexts on; "
+            f"grey: other methods'; in words: {reference.method}'s own, too low for a quotient",
             fontsize=8,
             color=GREY,
         )
-        save(figure, path, f"{summary.ours.method} against {reference}: {title}")
+        save(figure, path, f"{ours.method} against {reference.method}: {title}")
     return True
 
 
-def _draw_recovery(axes: Axes, summary: Summary, ratio: float, place: int, figures: dict[Point, Figures]) -> None:
-    for variant in summary.variants():
-        found = figures.get(Point(variant, ratio))
-        if found is None or found.of_reference is None or variant == summary.reference:
-            continue
-        recovered = found.of_reference
-        if variant != summary.ours:
-            axes.plot(recovered.value, place, "|", color="#B0B0B0", markersize=7, markeredgewidth=1.2, zorder=1)
-            continue
-        if recovered.low is not None and recovered.high is not None:
-            axes.plot([recovered.low, recovered.high], [place, place], color=OURS, linewidth=1.6, zorder=2)
-        axes.plot(recovered.value, place, "o", color=OURS, markersize=6 if place == 0 else 4.5, zorder=3)
-    own = figures.get(Point(summary.ours, ratio))
-    if own is not None and own.of_reference is None and own.reference_score is not None:
-        text = f"{summary.reference.method} {own.reference_score:.2f}"
+def _draw_recovery(
+    axes: Axes, place: int, own: Figures | None, others: Sequence[Figures | None], reference: str
+) -> None:
+    for other in others:
+        if other is not None and other.of_reference is not None:
+            share = other.of_reference.value
+            axes.plot(share, place, "|", color="#B0B0B0", markersize=7, markeredgewidth=1.2, zorder=1)
+    if own is None or own.reference_score is None:
+        return
+    if (found := own.of_reference) is None:
+        text = f"{reference} {own.reference_score:.2f}"
         axes.text(0.5, place, text, color=GREY, va="center", ha="center", fontsize=7.5, style="italic")
+        return
+    if found.low is not None and found.high is not None:
+        axes.plot([found.low, found.high], [place, place], color=OURS, linewidth=1.6, zorder=2)
+    axes.plot(found.value, place, "o", color=OURS, markersize=6 if place == 0 else 4.5, zorder=3)
 
 
 def _colour(variant: Variant, summary: Summary) -> str:
     """One colour a method, whatever its allocation."""
-    named = {summary.reference.method: REFERENCE, summary.ours.method: OURS}
+    both = ((summary.reference, REFERENCE), (summary.ours, OURS))
+    named = {known.method: colour for known, colour in both if known is not None}
     others = sorted({other.method for other in summary.variants()} - set(named))
     return named.get(variant.method) or OTHERS[others.index(variant.method) % len(OTHERS)]

@@ -17,7 +17,7 @@ from ..files import write_whole
 FORMAT = 1
 #: Of every file: what is left of one whose first write was cut short.
 BEGINNING = b'{"header": {"format": '
-#: Rows of one file agree in these.
+#: Rows of one file, and files of one report, agree in these.
 SAME = ("format", "target", "target_weights", "dtype", "tokens", "seed", "query_aware", "data")
 #: What a run was, apart from what it computed.
 RUN = ("versions", "hardware", "commit", "command")

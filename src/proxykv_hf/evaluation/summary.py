@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .outcomes import FULL, Asked, Outcome, Outcomes, Point, Variant
+from ..errors import InvalidInputError
+from .outcomes import FULL, Outcome, Outcomes, Point, Rows, Variant
 from .statistics import Estimate, Floats, Resampler, Sampled
 
 #: A task of which the full cache answers less is beyond the model: what is lost there cannot be seen.
 WITHIN_REACH = 0.5
+#: What recovery is relative to, and what the others are compared with, unless others are named.
+DEFAULT_REFERENCE, DEFAULT_OURS = "kvzip", "proxykv"
 #: Where the reference itself scores less, a share of its score says nothing; the difference in nll does.
 MEANINGFUL = 0.3
 
@@ -33,8 +38,9 @@ class Figures:
         kept: Mean share of the full cache's bytes.
         of_full: Score over the full cache's, of the questions that both answered; None where that is 0.
         of_reference: Score over the reference's at this ratio, likewise; None where the reference is not there or
-            scores under ``MEANINGFUL``.
-        reference_score: The reference's score of those questions.
+            ``reference_score`` is under ``MEANINGFUL``.
+        reference_score: The reference's at this ratio, of all that it answered: the same for every variant, so that
+            either all have a quotient or none.
         nll_over_reference: nll minus the reference's: above 0 where less is left of the answers.
         lead: Ours minus this score, of the questions that both answered; None for ours and where ours is not there.
         lead_nll: Ours minus this nll: below 0 where ours leads.
@@ -85,19 +91,23 @@ class Summary:
     """All figures of a report.
 
     Args:
-        reference: What recovery is relative to.
-        ours: What the others are compared with.
+        reference: What recovery is relative to; None if there is nothing.
+        ours: What the others are compared with; None likewise.
         samples: Resamples of every interval.
         tasks: By name.
         overall: Means over the tasks within the model's reach, each task the same weight; only points that all of
             them have.
+        shared_tasks: Those of them with questions that all variants answered at the ratios that all have.
+        shared: The means over these questions alone; empty if they are all questions, or none.
     """
 
-    reference: Variant
-    ours: Variant
+    reference: Variant | None
+    ours: Variant | None
     samples: int
     tasks: dict[str, TaskSummary]
     overall: dict[Point, Figures]
+    shared_tasks: list[str]
+    shared: dict[Point, Figures]
 
     @property
     def judged(self) -> list[str]:
@@ -114,13 +124,22 @@ class Summary:
         return sorted({point.ratio for point in self.points()}, reverse=True)
 
     def variants(self) -> list[Variant]:
-        """What prunes, the best first: by mean score over the ratios, of all tasks' where there is no mean."""
-        scores: dict[Variant, list[float]] = {}
+        """What prunes, the best first: by mean score over the ratios that all have, else over those that each has.
+
+        The scores are all tasks' where there is no mean over them; what has none comes last.
+        """
+        scores: dict[Point, list[float]] = {}
         for figures in [self.overall] if self.overall else [task.figures for task in self.tasks.values()]:
             for point, found in figures.items():
-                scores.setdefault(point.variant, []).append(found.score.value)
-        variants = dict.fromkeys(point.variant for point in self.points())
-        return sorted(variants, key=lambda variant: -float(np.mean(scores.get(variant, [-1.0]))))
+                scores.setdefault(point, []).append(found.score.value)
+        common = common_ratios(scores) or set(self.ratios())
+
+        def mean(variant: Variant) -> float:
+            points = (point for point in scores if point.variant == variant and point.ratio in common)
+            own = [score for point in points for score in scores[point]]
+            return float(np.mean(own)) if own else -1.0
+
+        return sorted(dict.fromkeys(point.variant for point in self.points()), key=mean, reverse=True)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -132,11 +151,13 @@ class Summary:
             ]
 
         return {
-            "reference": dataclasses.asdict(self.reference),
-            "ours": dataclasses.asdict(self.ours),
+            "reference": None if self.reference is None else dataclasses.asdict(self.reference),
+            "ours": None if self.ours is None else dataclasses.asdict(self.ours),
             "samples": self.samples,
             "judged": self.judged,
             "overall": entries(self.overall),
+            "shared_tasks": self.shared_tasks,
+            "shared": entries(self.shared),
             "tasks": {
                 name: {
                     "metric": task.metric,
@@ -151,13 +172,13 @@ class Summary:
 
 
 def summarize(
-    outcomes: Outcomes, reference: str = "kvzip", ours: str = "proxykv", samples: int = 10_000, seed: int = 0
+    outcomes: Outcomes, reference: str | None = None, ours: str | None = None, samples: int = 10_000, seed: int = 0
 ) -> Summary:
     """All figures.
 
     Args:
         outcomes: From `read_outcomes`.
-        reference: What recovery is relative to, ``METHOD`` or ``METHOD:ALLOCATION``.
+        reference: What recovery is relative to, ``METHOD`` or ``METHOD:ALLOCATION``; None: the default if it is there.
         ours: What the others are compared with, likewise.
         samples: Resamples of every interval.
         seed: Of the resamples; those of a task are the same whatever other tasks there are.
@@ -165,30 +186,59 @@ def summarize(
     Raises:
         InvalidInputError: ``reference`` or ``ours`` is not there.
     """
-    yardstick, own = outcomes.variant(reference), outcomes.variant(ours)
-    tasks: dict[str, TaskSummary] = {}
-    totals: dict[Point, Parts] = {}
-    tallies: dict[Point, list[tuple[int, int]]] = {}
-    for name, rows in outcomes.rows.items():
-        table = _Table(rows, Resampler([example for example, _ in rows], samples, [seed, *name.encode()]))
-        parts = {point: table.parts(point, yardstick, own) for point in table.points}
-        counts = {point: table.counts(point, own) for point in table.points}
-        figures = {point: _figures(parts[point], *counts[point]) for point in table.points}
-        tasks[name] = TaskSummary(outcomes.tasks[name], table.resampler.examples, len(rows), figures)
-        if not tasks[name].within_reach:
-            continue
-        for point in table.points:
-            tallies.setdefault(point, []).append(counts[point])
-            before, new = totals.get(point), parts[point]
-            # What a task lacks has no mean over all tasks.
-            totals[point] = new if before is None else {key: before[key] + new[key] for key in before if key in new}
-    judged = sum(task.within_reach for task in tasks.values())
-    overall = {}
-    for point, total in totals.items():
-        if len(tallies[point]) == judged:
-            questions, pairs = map(sum, zip(*tallies[point], strict=True))
-            overall[point] = _figures({key: part / judged for key, part in total.items()}, questions, pairs)
-    return Summary(yardstick, own, samples, tasks, overall)
+    yardstick = _named(outcomes, "reference", reference, DEFAULT_REFERENCE)
+    own = _named(outcomes, "ours", ours, DEFAULT_OURS)
+
+    def tables_of(rows: Mapping[str, Rows]) -> dict[str, _Table]:
+        return {
+            name: _Table(
+                asked, Resampler([example for example, _ in asked], samples, [seed, *name.encode()]), yardstick, own
+            )
+            for name, asked in rows.items()
+        }
+
+    tables = tables_of(outcomes.rows)
+    tasks = {
+        name: TaskSummary(outcomes.tasks[name], table.resampler.examples, len(outcomes.rows[name]), table.figures())
+        for name, table in tables.items()
+    }
+    judged = {name: outcomes.rows[name] for name, task in tasks.items() if task.within_reach}
+    shared = tables_of(_answered_by_all(judged))
+    overall = _over_tasks([tables[name] for name in judged])
+    return Summary(yardstick, own, samples, tasks, overall, list(shared), _over_tasks(list(shared.values())))
+
+
+def _named(outcomes: Outcomes, option: str, name: str | None, default: str) -> Variant | None:
+    """The variant of this name; of the default's, if none is given and the files have it."""
+    try:
+        return outcomes.variant(default if name is None else name)
+    except InvalidInputError as error:
+        if name is None:
+            return None
+        raise InvalidInputError(f"--{option}: {error}") from error
+
+
+def common_ratios(points: Iterable[Point]) -> set[float]:
+    """The ratios that all of what prunes is there at."""
+    ratios: dict[Variant, set[float]] = {}
+    for point in points:
+        if point != FULL:
+            ratios.setdefault(point.variant, set()).add(point.ratio)
+    return set.intersection(*ratios.values()) if ratios else set()
+
+
+def _answered_by_all(tasks: Mapping[str, Rows]) -> dict[str, Rows]:
+    """The questions that all variants answered at the ratios that all have, with these answers; none if all did all."""
+    points = {point for rows in tasks.values() for row in rows.values() for point in row}
+    ratios = common_ratios(points)
+    wanted = {point for point in points if point == FULL or point.ratio in ratios}
+    shared: dict[str, Rows] = {}
+    for name, rows in tasks.items():
+        for asked, row in rows.items():
+            if ratios and wanted <= row.keys():
+                shared.setdefault(name, {})[asked] = {point: row[point] for point in row if point in wanted}
+    everything = sum(map(len, shared.values())) == sum(map(len, tasks.values()))
+    return {} if everything else shared
 
 
 class _Table:
@@ -197,36 +247,47 @@ class _Table:
     Args:
         rows: Outcomes by question and point.
         resampler: Of the questions' examples, in the same order.
+        reference: What recovery is relative to, if anything.
+        ours: What the others are compared with, likewise.
     """
 
-    def __init__(self, rows: Mapping[Asked, Mapping[Point, Outcome]], resampler: Resampler) -> None:
-        self.resampler = resampler
-        self.points = list(dict.fromkeys(point for row in rows.values() for point in row))
+    def __init__(self, rows: Rows, resampler: Resampler, reference: Variant | None, ours: Variant | None) -> None:
+        self.resampler, self._reference, self._ours = resampler, reference, ours
         nothing = Outcome(math.nan, math.nan, math.nan)
         self._columns = {
             point: {
                 name: np.array([getattr(row.get(point, nothing), name) for row in rows.values()])  # [U]
                 for name in ("score", "nll", "kept")
             }
-            for point in self.points
+            for point in dict.fromkeys(point for row in rows.values() for point in row)
         }
+        self.parts = {point: self._parts(point) for point in self._columns}
+        self.counts = {point: self._counts(point) for point in self._columns}
 
-    def parts(self, point: Point, reference: Variant, ours: Variant) -> Parts:
+    def figures(self) -> dict[Point, Figures]:
+        """All points'."""
+        return {point: _figures(parts, *self.counts[point]) for point, parts in self.parts.items()}
+
+    def _column(self, variant: Variant | None, ratio: float) -> dict[str, Floats] | None:
+        return None if variant is None else self._columns.get(Point(variant, ratio))
+
+    def _parts(self, point: Point) -> Parts:
         """The means that a point's figures are made of; those left out that have nothing to be taken from."""
         own = self._columns[point]
         parts = {name: self.resampler.mean(own[name]) for name in ("score", "nll", "kept")}
-        parts |= self._shared("full", own["score"], self._columns[FULL]["score"])
-        beside = self._columns.get(Point(reference, point.ratio))
+        parts |= self._both("full", own["score"], self._columns[FULL]["score"])
+        beside = self._column(self._reference, point.ratio)
         if beside is not None:
-            parts |= self._shared("reference", own["score"], beside["score"])
+            parts |= self._both("reference", own["score"], beside["score"])
+            parts["whole_reference"] = self.resampler.mean(beside["score"])
             parts["nll_over_reference"] = self.resampler.mean(own["nll"] - beside["nll"])
-        first = self._columns.get(Point(ours, point.ratio))
-        if first is not None and point.variant != ours:
+        first = self._column(self._ours, point.ratio)
+        if first is not None and point.variant != self._ours:
             parts["lead"] = self.resampler.mean(first["score"] - own["score"])
             parts["lead_nll"] = self.resampler.mean(first["nll"] - own["nll"])
         return {name: part for name, part in parts.items() if part is not None}
 
-    def _shared(self, name: str, own: Floats, other: Floats) -> dict[str, Sampled | None]:
+    def _both(self, name: str, own: Floats, other: Floats) -> dict[str, Sampled | None]:
         """Both means of the questions that both answered."""
         both = np.where(np.isnan(own), np.nan, other)
         return {
@@ -234,31 +295,46 @@ class _Table:
             name: self.resampler.mean(both),
         }
 
-    def counts(self, point: Point, ours: Variant) -> tuple[int, int]:
+    def _counts(self, point: Point) -> tuple[int, int]:
         """Questions that a point answered, and that ours answered too."""
         answered = ~np.isnan(self._columns[point]["score"])
-        first = self._columns.get(Point(ours, point.ratio))
+        first = self._column(self._ours, point.ratio)
         both = 0 if first is None else np.count_nonzero(answered & ~np.isnan(first["score"]))
         return int(np.count_nonzero(answered)), int(both)
+
+
+def _over_tasks(tables: Sequence[_Table]) -> dict[Point, Figures]:
+    """Means over tasks, each the same weight, of the points and parts that all of them have."""
+    found = {}
+    for point in tables[0].parts if tables else ():
+        if all(point in table.parts for table in tables):
+            each = [table.parts[point] for table in tables]
+            names = [name for name in each[0] if all(name in parts for parts in each)]
+            means = {
+                name: functools.reduce(operator.add, (parts[name] for parts in each)) / len(each) for name in names
+            }
+            questions, pairs = map(sum, zip(*(table.counts[point] for table in tables), strict=True))
+            found[point] = _figures(means, questions, pairs)
+    return found
 
 
 def _figures(parts: Parts, questions: int, pairs: int) -> Figures:
     def estimate(name: str) -> Estimate | None:
         return parts[name].estimate() if name in parts else None
 
-    def recovery(of: str, least: float) -> Estimate | None:
-        if of not in parts or parts[of].value < least or parts[of].value == 0:
-            return None
-        return (parts[f"beside_{of}"] / parts[of]).estimate()
+    def recovery(of: str) -> Estimate | None:
+        return (parts[f"beside_{of}"] / parts[of]).estimate() if of in parts and parts[of].value else None
+
+    reference_score = parts["whole_reference"].value if "whole_reference" in parts else None
 
     return Figures(
         questions=questions,
         score=parts["score"].estimate(),
         nll=estimate("nll"),
         kept=parts["kept"].value,
-        of_full=recovery("full", 0.0),
-        of_reference=recovery("reference", MEANINGFUL),
-        reference_score=parts["reference"].value if "reference" in parts else None,
+        of_full=recovery("full"),
+        of_reference=recovery("reference") if reference_score is not None and reference_score >= MEANINGFUL else None,
+        reference_score=reference_score,
         nll_over_reference=estimate("nll_over_reference"),
         lead=estimate("lead"),
         lead_nll=estimate("lead_nll"),

@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from .outcomes import FULL, Outcomes, Point, Variant
-from .statistics import Estimate
-from .summary import MEANINGFUL, WITHIN_REACH, Figures, Summary, TaskSummary
+from .statistics import LEAST_CONTEXTS, Estimate
+from .summary import (
+    DEFAULT_OURS,
+    DEFAULT_REFERENCE,
+    MEANINGFUL,
+    WITHIN_REACH,
+    Figures,
+    Summary,
+    TaskSummary,
+    common_ratios,
+)
 
 #: What a cell shows of a point's figures.
 Show = Callable[[Figures], str]
@@ -49,20 +58,38 @@ def _what_was_asked(outcomes: Outcomes, summary: Summary) -> str:
             f"{', '.join(beyond)}."
             + ("" if summary.overall else " No task is left to take means over; see each task below.")
         )
+    if summary.reference is None:
+        lines.append(
+            f"There is no {DEFAULT_REFERENCE}, which recovery would be relative to: --reference names another method."
+        )
+    if summary.ours is None:
+        lines.append(
+            f"There is no {DEFAULT_OURS}, which the others would be compared with: --ours names another method."
+        )
     return "\n".join(lines)
 
 
 def _overall(summary: Summary) -> list[str]:
     reference, ours, figures = summary.reference, summary.ours, summary.overall
-    return [
+    parts = [
         "## Score",
         f"Mean over {_count(len(summary.judged), 'task')}, each the same weight, and its 95 % interval.",
         _table(summary, figures, _score, full=figures[FULL], last=("KV bytes, of full", _kept(summary))),
-        f"## Recovery of {reference}",
-        f"Score over that of {reference} at the same ratio. {_where_not_meaningful(reference)}",
-        _table(summary, figures, _recovery(summary), without=reference),
-        "## Recovery of the full cache",
-        _table(summary, figures, lambda found: _span(found.of_full)),
+        *_answered(summary),
+    ]
+    if reference is not None:
+        parts += [
+            f"## Recovery of {reference}",
+            f"Score over that of {reference} at the same ratio. {_where_not_meaningful(reference)}",
+            _table(summary, figures, _recovery(reference), without=reference),
+        ]
+    parts += ["## Recovery of the full cache", _table(summary, figures, lambda found: _span(found.of_full))]
+    return parts if ours is None else parts + _leads(summary, ours)
+
+
+def _leads(summary: Summary, ours: Variant) -> list[str]:
+    figures = summary.overall
+    return [
         f"## {ours} against each",
         f"Score of {ours} minus the other's at the same ratio, in points, of the questions that both answered; "
         "**bold** where the interval excludes zero.",
@@ -73,28 +100,55 @@ def _overall(summary: Summary) -> list[str]:
     ]
 
 
+def _answered(summary: Summary) -> list[str]:
+    """Under the table of means: whose are of fewer questions, and the means of those that all answered."""
+    total = sum(summary.tasks[name].questions for name in summary.judged)
+    fewer: dict[str, list[str]] = {}
+    for variant in (FULL.variant, *summary.variants()):
+        numbers = [found.questions for point, found in summary.overall.items() if point.variant == variant]
+        if numbers and min(numbers) < total:
+            fewer.setdefault(_range(numbers), []).append(str(variant))
+    parts = []
+    if fewer:
+        who = "; ".join(f"{numbers} were answered by {', '.join(names)}" for numbers, names in fewer.items())
+        parts.append(f"Not all rows are of the same questions: of {total}, {who}; all by the others.")
+    if summary.shared:
+        shared = summary.shared[FULL].questions
+        parts += [
+            f"Of the {_count(shared, 'question')} in {_count(len(summary.shared_tasks), 'task')} that all methods "
+            "answered, at the ratios that all have:",
+            _table(summary, summary.shared, _score, full=summary.shared[FULL], common=True),
+        ]
+    return parts
+
+
 def _by_task(summary: Summary) -> list[str]:
-    ratios = summary.ratios()
-    rows = []
-    for name, task in summary.tasks.items():
-        cells = [_cell(task.figures, Point(summary.ours, ratio), _recovery(summary)) for ratio in ratios]
-        rows.append(
-            [name + ("" if task.within_reach else " (beyond the model)"), f"{task.full.score.value:.2f}", *cells]
-        )
-    parts = [
-        "## By task",
-        f"What {summary.ours} recovers of {summary.reference}. {_where_not_meaningful(summary.reference)}",
-        _grid(["task", "full", *map(_ratio, ratios)], rows),
-    ]
+    parts = ["## By task"]
+    if summary.reference is not None and summary.ours is not None:
+        parts += _recovery_by_task(summary, summary.reference, summary.ours)
     for name, task in summary.tasks.items():
         parts += [f"### {name}", _about(task), _table(summary, task.figures, _score, full=task.full)]
     return parts
 
 
+def _recovery_by_task(summary: Summary, reference: Variant, ours: Variant) -> list[str]:
+    ratios = summary.ratios()
+    rows = []
+    for name, task in summary.tasks.items():
+        cells = [_cell(task.figures, Point(ours, ratio), _recovery(reference)) for ratio in ratios]
+        rows.append(
+            [name + ("" if task.within_reach else " (beyond the model)"), f"{task.full.score.value:.2f}", *cells]
+        )
+    return [
+        f"What {ours} recovers of {reference}. {_where_not_meaningful(reference)}",
+        _grid(["task", "full", *map(_ratio, ratios)], rows),
+    ]
+
+
 def _about(task: TaskSummary) -> str:
     about = f"{_count(task.questions, 'question')} of {_count(task.examples, 'context')}, {task.metric}."
-    if task.examples < 2:
-        about += " One context tells no interval."
+    if task.examples < LEAST_CONTEXTS:
+        about += f" Fewer than {LEAST_CONTEXTS} contexts tell no interval."
     if not task.within_reach:
         about += f" Beyond the model: the full cache scores {task.full.score.value:.2f}."
     return about
@@ -141,6 +195,7 @@ def _facts(outcomes: Outcomes, summary: Summary) -> str:
 
     facts = {
         "target": of("target"),
+        "target weights": of("target_weights"),
         "mapper": of("mapper"),
         "dtype": of("dtype"),
         "seed": _plain(outcomes.headers[0]["seed"]),
@@ -149,7 +204,7 @@ def _facts(outcomes: Outcomes, summary: Summary) -> str:
         "hardware": of("hardware"),
         "commit": of("commit"),
         "intervals": f"95 %, {summary.samples:,} resamples of each task's contexts with all of their questions; "
-        "a point where all contexts score alike",
+        f"a point where all contexts score alike, none of fewer than {LEAST_CONTEXTS} contexts",
     }
     rows = [[name, value] for name, value in facts.items() if value]
     commands = dict.fromkeys(_command(run["command"]) for run in runs if run.get("command"))
@@ -191,6 +246,7 @@ def _table(
     full: Figures | None = None,
     without: Variant | None = None,
     pairs: bool = False,
+    common: bool = False,
     last: tuple[str, Callable[[float], str]] | None = None,
 ) -> str:
     """Methods by ratios.
@@ -202,9 +258,10 @@ def _table(
         full: The full cache's, for a row and a column of its own.
         without: A variant that has no row.
         pairs: A last column with the number of questions that both answered.
+        common: Only the ratios that ``figures`` are there at.
         last: A last row's name, and its cell by ratio.
     """
-    ratios = summary.ratios()
+    ratios = [ratio for ratio in summary.ratios() if not common or ratio in common_ratios(figures)]
     whole = [] if full is None else ["all"]
     heading = ["method", "allocation", *whole, *map(_ratio, ratios), *(["questions paired"] if pairs else [])]
     rows = [] if full is None else [[FULL.variant.method, "", show(full), *[""] * len(ratios)]]
@@ -216,7 +273,7 @@ def _table(
         cells = [_cell(figures, point, show) for point in points]
         if pairs:
             numbers = [figures[point].pairs for point in points if point in figures]
-            cells.append("–".join(dict.fromkeys(str(end) for end in (min(numbers), max(numbers)))) if numbers else "")
+            cells.append(_range(numbers) if numbers else "")
         rows.append([name, variant.allocation or "", *[""] * len(whole), *cells])
     if last is not None:
         rows.append([last[0], "", *["1.00"] * len(whole), *map(last[1], ratios)])
@@ -232,18 +289,22 @@ def _grid(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
 
 
+def _range(numbers: Sequence[int]) -> str:
+    return "–".join(dict.fromkeys(str(end) for end in (min(numbers), max(numbers))))
+
+
 def _score(found: Figures) -> str:
     return _span(found.score)
 
 
-def _recovery(summary: Summary) -> Show:
+def _recovery(reference: Variant) -> Show:
     def show(found: Figures) -> str:
         if found.of_reference is not None:
             return _span(found.of_reference)
         if found.reference_score is None:
             return "–"
         difference = _signed(found.nll_over_reference, 1, ".2f", bold=False)
-        return f"{summary.reference.method} {found.reference_score:.2f}: nll {difference}"
+        return f"{reference.method} {found.reference_score:.2f}: nll {difference}"
 
     return show
 
