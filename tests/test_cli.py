@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from tiny import tiny_model, tiny_tokenizer
 
 from proxykv_hf import cli
 from proxykv_hf.commands import models
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """Its folder; 4,096 positions and one token a byte."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny_model("llama", 3).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def run(capsys, *arguments):
@@ -44,6 +54,23 @@ def test_an_unknown_target_shows_the_short_names(capsys, tmp_path):
     assert code == 2
     assert "--target: expected a folder with a model" in error
     assert "short names here: gemma3-270m, qwen2.5-coder-0.5b" in error
+
+
+def test_a_document_that_finds_no_positions_is_refused_with_what_helps(capsys, tmp_path, target):
+    path = tmp_path / "long.txt"
+    path.write_text("a" * 3000)
+    common = ("--target", str(target), str(path), "--max-new-tokens", "2")
+    code, error = run(capsys, *common)
+    assert code == 2
+    assert "the document with KVzip's repetition of it takes 50" in error
+    assert f"and {target} has 4096 positions: give a shorter document, or a model for longer ones, or another" in error
+    assert "chunk_tokens" not in error
+    assert run(capsys, *common, "--scorer", "random")[0] == 0
+    path.write_text("a" * 4095)
+    code, error = run(capsys, *common, "--scorer", "random")
+    assert code == 2
+    assert "the document with a question and its answer takes 41" in error
+    assert "give a shorter document, or a model for longer ones\n" in error
 
 
 @pytest.mark.parametrize(

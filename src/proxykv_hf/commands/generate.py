@@ -15,6 +15,7 @@ from ..cache import ProxyPrunedCache
 from ..chat import chat_affixes, encode
 from ..errors import InvalidInputError
 from ..geometry import max_positions
+from ..reconstruction import repeat_length
 from ..retention import RetentionPolicy
 from ..scorers.base import Scorer
 from ..scorers.expected_attention import ExpectedAttentionScorer
@@ -71,16 +72,21 @@ def run(arguments: argparse.Namespace) -> None:
 
     device, dtype = device_and_dtype()
     model, tokenizer = load(arguments.target, device, dtype)
-    before, after = chat_affixes(tokenizer)
-    prefix, context = encode(tokenizer, before), encode(tokenizer, document)
-    turns = [encode(tokenizer, f"\n\n{question}{after}") for question in arguments.question]
-    longest = len(prefix) + len(context) + max(map(len, turns)) + arguments.max_new_tokens
+    opening, closing = chat_affixes(tokenizer)
+    prefix, context = encode(tokenizer, opening), encode(tokenizer, document)
+    turns = [encode(tokenizer, f"\n\n{question}{closing}") for question in arguments.question]
+    read, asked = len(prefix) + len(context), max(map(len, turns)) + arguments.max_new_tokens
+    repeated = repeat_length(tokenizer, torch.tensor(context)) if arguments.scorer == "kvzip" else 0
     limit = max_positions(model.config)
-    if limit is not None and longest > limit:
-        raise InvalidInputError(
-            f"document, question and answer take {longest} tokens and {arguments.target} has {limit} positions: "
-            "give a shorter document, or a model for longer ones"
-        )
+    for after, what, advice in (
+        (asked, "a question and its answer", ""),
+        (repeated, "KVzip's repetition of it", ", or another --scorer"),
+    ):
+        if limit is not None and read + after > limit:
+            raise InvalidInputError(
+                f"the document with {what} takes {read + after} tokens and {arguments.target} has {limit} positions: "
+                f"give a shorter document, or a model for longer ones{advice}"
+            )
     prompt = torch.tensor([prefix + context], device=device)
     print(f"Reading {prompt.shape[1]} tokens …", file=sys.stderr)
     answers = []
