@@ -19,7 +19,7 @@ from hidden_facts import hidden_facts
 
 from proxykv_hf import KVzipScorer, ProxyKVWarning, ProxyPrunedCache, RandomScorer, RetentionPolicy, cli
 from proxykv_hf._compat import cache_keyword
-from proxykv_hf.commands import generate
+from proxykv_hf.commands import sources
 from proxykv_hf.pretrained import load_proxy_scorer
 
 pytestmark = pytest.mark.slow
@@ -135,7 +135,7 @@ def test_the_readmes_questions_are_answered(smollm2, monkeypatch, capsys):
     """Every `proxykv generate` of the README, in a checkout."""
     root = Path(__file__).resolve().parents[1]
     monkeypatch.chdir(root)
-    monkeypatch.setattr(generate, "load", lambda *_: smollm2)
+    monkeypatch.setattr(sources, "load", lambda *_: smollm2)
     commands = re.findall(r"^proxykv (generate .*)$", (root / "README.md").read_text(), re.MULTILINE)
     assert commands
     for command in commands:

@@ -202,7 +202,7 @@ def test_a_case_without_positions_is_refused_by_name_before_any_work(model, meth
 
 
 def test_methods_are_known_by_name(model):
-    native = {name: allocation for name, (allocation, _) in METHODS.items()}
+    native = {name: making.allocation for name, making in METHODS.items()}
     everywhere = {"proxykv", "kvzip", "head_prior", "static_alignment", "hidden_state"}
     each_head = {"snapkv", "h2o", "expected_attention", "streaming_llm", "random"}
     assert native == dict.fromkeys(everywhere, "global") | dict.fromkeys(each_head, "uniform")

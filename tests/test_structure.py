@@ -77,6 +77,7 @@ LEVELS = {
         "evaluation.prompts",
     ],
     11: [
+        "commands.sources",
         "evaluation.plots",
         "evaluation.runner",
         "evaluation.table",
@@ -96,11 +97,12 @@ LEVELS = {
         "evaluation.tasks.tracking",
         "commands.bench",
         "commands.generate",
+        "commands.kept",
         "commands.push",
         "commands.report",
         "commands.teacher",
     ],
-    13: ["commands.kept", "training.prepare", "training.results", "evaluation.tasks.__init__"],
+    13: ["training.prepare", "training.results", "evaluation.tasks.__init__"],
     14: ["commands.evaluate", "commands.train"],
     15: [
         "__init__",

@@ -20,7 +20,7 @@ from ..benchmark.measure import environment
 from ..benchmark.report import check_writable
 from ..chat import encode
 from ..errors import InvalidInputError
-from ..evaluation.methods import FULL, METHODS, Method, Sources, check_methods, make_methods
+from ..evaluation.methods import FULL, METHODS, Method, check_methods, make_methods
 from ..evaluation.metrics import METRICS, check_metric
 from ..evaluation.readers import FORMATS, read
 from ..evaluation.rows import FORMAT, RowFile
@@ -29,7 +29,8 @@ from ..evaluation.task import Example
 from ..evaluation.tasks import TASKS
 from ..geometry import device_of, weights_fingerprint
 from ..retention import RetentionPolicy
-from .models import DTYPES, add_target, device_and_dtype, load, optional, public_name, resolve
+from .models import add_device_and_dtype, add_target, optional, public_name
+from .sources import add_sources, load_sources
 
 
 def add_parser(commands: Any) -> None:
@@ -40,9 +41,7 @@ def add_parser(commands: Any) -> None:
         "line for each answer. A run that was stopped goes on where it was, and what is asked for later is added.",
     )
     add_target(parser)
-    parser.add_argument("--mapper", help="a folder or Hub id, for the methods proxykv, head_prior, static_alignment")
-    parser.add_argument("--proxy", help="like --target; by default the one that the mapper's config names")
-    parser.add_argument("--hidden-state", metavar="FOLDER", help="the trained heads, for the method hidden_state")
+    add_sources(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--tasks", nargs="+", metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
     source.add_argument("--data", type=Path, metavar="FILE", help="instead: examples from a file")
@@ -70,8 +69,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="the prompt that is prefilled, scored and pruned goes on to the question's end; the question is kept",
     )
-    parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
+    add_device_and_dtype(parser)
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of one forward over questions (default: 4096)")
     parser.add_argument(
         "--redo", nargs="+", default=[], metavar="METHOD", help="of --methods: drop all of their rows in --out first"
@@ -83,19 +81,11 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     own_ratios = _checked(arguments)
     tqdm = optional("tqdm", "models").tqdm
-    device, dtype = device_and_dtype(arguments.device, arguments.dtype)
-    target, tokenizer = load(arguments.target, device, dtype)
+    sources = load_sources(arguments, seed=arguments.seed)
+    target, tokenizer = sources.target, sources.tokenizer
     metrics, examples, errors = _examples(arguments, tokenizer)
     asked = [dataclasses.replace(example, questions=example.questions[: arguments.questions]) for example in examples]
     cases = [Case.of(example, metrics[example.task], tokenizer, arguments.query_aware) for example in asked]
-    sources = Sources(
-        target,
-        tokenizer,
-        mapper=arguments.mapper,
-        proxy=None if arguments.proxy is None else resolve(arguments.proxy),
-        hidden_state=arguments.hidden_state,
-        seed=arguments.seed,
-    )
     methods = make_methods(list(own_ratios), sources)
     cells = make_cells(
         methods,

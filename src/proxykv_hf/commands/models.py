@@ -29,6 +29,12 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device_and_dtype(parser: argparse.ArgumentParser) -> None:
+    """The options ``--device`` and ``--dtype``, for `device_and_dtype`."""
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
+
+
 def load(target: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
     """A model in eval mode and its tokenizer.
 
