@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -94,6 +95,7 @@ def optional(module: str, extra: str) -> Any:
         raise InvalidInputError(f"expected {module} to be installed: pip install 'proxykv-hf[{extra}]'") from error
 
 
+@functools.cache
 def _example_models() -> Any:
     """The module ``examples/models.py``, which a checkout has, or None."""
     path = Path(__file__).resolve().parents[3] / "examples" / "models.py"
@@ -113,10 +115,23 @@ def example_names() -> list[str]:
 
 
 def resolve(target: str) -> str:
-    """A folder or Hub id as it is; in a checkout also a short name of ``examples/models.py``."""
+    """A folder or Hub id as it is; in a checkout also a short name of ``examples/models.py``.
+
+    Raises:
+        InvalidInputError: The model of that name could not be fetched.
+    """
     if Path(target).exists() or target not in example_names():
         return target
-    return str(_example_models().resolve(target))
+    try:
+        return str(_example_models().resolve(target))
+    except ImportError as error:
+        raise InvalidInputError(
+            f"{target} is made with {error.name or error}: pip install 'proxykv-hf[models]'"
+        ) from error
+    except RuntimeError as error:  # no network, or another file than the pinned one
+        raise InvalidInputError(
+            f"{target} could not be fetched; give a folder that holds it instead: {error}"
+        ) from error
 
 
 def public_name(target: str) -> str:
