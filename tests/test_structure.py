@@ -36,9 +36,10 @@ LEVELS = {
         "scorers.streaming_llm",
     ],
     7: ["scorers.proxy", "scorers.static_alignment"],
-    8: ["model_card", "pretrained"],
+    8: ["pretrained"],
     9: [
         "generation",
+        "model_card",
         "training.generated",
         "training.losses",
         "training.metrics",
