@@ -19,6 +19,7 @@ from proxykv_hf import cli
 from proxykv_hf.commands import evaluate as command
 from proxykv_hf.commands import sources
 from proxykv_hf.evaluation.metrics import check_metric
+from proxykv_hf.evaluation.sole import sole_use
 from proxykv_hf.pretrained import SELF_PROXY, first_layers
 
 EXAMPLES = 3
@@ -96,6 +97,7 @@ from proxykv_hf import cli
 from proxykv_hf.commands import evaluate as command
 from proxykv_hf.commands import sources
 from proxykv_hf.evaluation.metrics import check_metric
+from proxykv_hf.evaluation.sole import sole_use
 from proxykv_hf.evaluation import rows
 
 command.TASKS, command.METRICS, command.check_metric = {"letters": asked.TASK}, asked.METRICS, lambda name: None
@@ -148,6 +150,17 @@ def test_more_is_added_and_nothing_done_twice(home, whole, tmp_path, capsys):
         return sorted([str(row[name]) for name in names] for row in rows)
 
     assert plain(rows) == plain(contents(whole)[1])
+
+
+def test_a_file_that_another_run_writes_to_is_left_alone(home, whole, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sources, "load", None)
+    out = tmp_path / "rows.jsonl"
+    out.write_bytes(whole.read_bytes())
+    with sole_use(out):
+        code, error = run(capsys, *options(home, out, "--redo", "snapkv"))
+    assert code == 2
+    assert f"{out} is in use by another run: wait until it is over, or give another --out" in error
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_a_method_is_done_again(home, whole, tmp_path, capsys):

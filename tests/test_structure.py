@@ -18,7 +18,19 @@ PACKAGE = ROOT / "src" / "proxykv_hf"
 #: A file imports only from levels below its own.
 LEVELS = {
     0: ["errors", "files", "_compat"],
-    1: ["geometry", "retention", "storage", "prompt", "chat", "report", "lane", "logits", "moments", "evaluation.task"],
+    1: [
+        "geometry",
+        "retention",
+        "storage",
+        "prompt",
+        "chat",
+        "report",
+        "lane",
+        "logits",
+        "moments",
+        "evaluation.sole",
+        "evaluation.task",
+    ],
     2: ["attention", "inputs", "ragged", "scorers.base"],
     3: ["layers", "reconstruction", "rotary", "scorers.observing"],
     4: ["features", "prefill", "pruning", "snapshot"],

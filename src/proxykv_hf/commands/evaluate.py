@@ -26,6 +26,7 @@ from ..evaluation.metrics import METRICS, check_metric
 from ..evaluation.readers import FORMATS, Reading, read
 from ..evaluation.rows import FORMAT, RowFile
 from ..evaluation.runner import ALLOCATIONS, WHOLE, Case, Cell, Runner, make_cells
+from ..evaluation.sole import sole_use
 from ..evaluation.task import Example
 from ..evaluation.tasks import TASKS
 from ..geometry import device_of, weights_fingerprint
@@ -87,6 +88,17 @@ def run(arguments: argparse.Namespace) -> None:
     metrics = {name: TASKS[name].metric for name in _tasks(arguments)} if reading is None else reading.metrics
     for metric in metrics.values():
         check_metric(metric)
+    optional("tqdm", "models")
+    with sole_use(arguments.out):
+        _evaluate(arguments, cells, reading, metrics)
+    if reading is not None and reading.errors:
+        raise InvalidInputError(_left_out(arguments.data, reading))
+
+
+def _evaluate(
+    arguments: argparse.Namespace, cells: list[Cell], reading: Reading | None, metrics: dict[str, str]
+) -> None:
+    """Answer all that ``--out`` does not hold yet."""
     tqdm = optional("tqdm", "models").tqdm
     sources = load_sources(arguments, seed=arguments.seed)
     target, tokenizer = sources.target, sources.tokenizer
@@ -106,8 +118,6 @@ def run(arguments: argparse.Namespace) -> None:
             bar.set_postfix_str(f"{case.example.task} {case.example.name}")
             if rows := runner.run(case, file.rows, bar.update):
                 file.append(rows)
-    if reading is not None and reading.errors:
-        raise InvalidInputError(_left_out(arguments.data, reading))
 
 
 def _checked(arguments: argparse.Namespace) -> list[Cell]:
