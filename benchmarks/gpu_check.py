@@ -32,11 +32,12 @@ from random_models import byte_tokenizer, random_mapper, random_proxy, random_ta
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from proxykv_hf import FeatureRecipe, ProxyPrunedCache, ProxyScorer, RetentionPolicy
+from proxykv_hf import FeatureRecipe, KVzipScorer, ProxyPrunedCache, ProxyScorer, RetentionPolicy
 from proxykv_hf.benchmark.measure import Plan, environment, make_methods, runs, synchronize
 from proxykv_hf.benchmark.report import check_writable, markdown, summarize, write_results
 from proxykv_hf.features import decoder_layers, proxy_features
 from proxykv_hf.ragged import ragged_attention
+from proxykv_hf.scorers.base import Scorer
 from proxykv_hf.storage import DenseStorage
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
@@ -223,14 +224,15 @@ def check(setting: Setting, device: torch.device, repeats: int, out: Path | None
         return result
 
     checks = [report(check_attention(setting, device)), report(check_order(target, scorer, setting, 20))]
-    tokenizer, rows = byte_tokenizer(), []
+    scorers: dict[str, Scorer] = {"proxykv": scorer, "kvzip": KVzipScorer(byte_tokenizer())}
+    rows = []
     ids = random_ids(scorer, max(setting.lengths) + 1)
     for length in setting.lengths:
         names = ["full", *(f"proxykv:{schedule}" for schedule in SCHEDULES)]
         if length == setting.lengths[0]:
             names.append("kvzip")
         plan = Plan(tuple(names), (length,), POLICY, repeats, setting.new_tokens)
-        for row in runs(plan, make_methods(plan, tokenizer, scorer), target, None, ids):
+        for row in runs(plan, make_methods(plan, scorers), target, None, ids):
             rows.append(row)
             print(f"{length} {row['method']} {row['seconds']:.2f} s", file=sys.stderr)
         if device.type == "cuda":

@@ -174,8 +174,8 @@ def main() -> None:
     questions = commands.add_parser("questions")
     for command in (twin, teacher, questions):
         command.add_argument("--target", default="qwen2.5-coder-1.5b")
-        command.add_argument("--seed", type=int, default=0)
     for command in (twin, questions):
+        command.add_argument("--seed", type=int, default=0)
         command.add_argument("--tokens", type=int, default=500)
     for command in (teacher, questions):
         command.add_argument("--documents", type=int, default=10)

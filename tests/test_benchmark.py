@@ -14,7 +14,7 @@ import torch
 from test_proxy import make_mapper
 from tiny import tiny_model, tiny_tokenizer
 
-from proxykv_hf import InvalidInputError, RetentionPolicy, cli
+from proxykv_hf import InvalidInputError, RetentionPolicy, SnapKVScorer, cli
 from proxykv_hf.benchmark import measure, meter
 from proxykv_hf.benchmark.prompt import prompt_ids
 from proxykv_hf.benchmark.report import markdown, summarize
@@ -120,9 +120,14 @@ def test_an_interrupted_run_keeps_the_repeats_that_are_whole(bench, tmp_path, mo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"methods": ("full", "guess")}, "methods: expected some of full, uncompressed, kvzip, .*, got full, guess"),
+        (
+            {"methods": ("full", "guess")},
+            "methods: expected some of full, uncompressed, proxykv, kvzip, .*, got full, guess",
+        ),
         ({"methods": ("full", "full")}, "each once, got full, full"),
         ({"methods": ("full", "proxykv")}, "give --mapper FOLDER"),
+        ({"methods": ("full", "hidden_state")}, "method hidden_state: .* give --hidden-state FOLDER"),
+        ({"arguments": ("--mapper", "nowhere")}, "--mapper: expected only with a method that reads it .*, got kvzip"),
         ({"lengths": (0,)}, r"lengths: expected numbers of at least 1, each once, got \[0\]"),
         ({"lengths": (9, 9)}, r"each once, got \[9, 9\]"),
         (
@@ -206,13 +211,13 @@ def test_a_summary_says_nothing_where_nothing_can_be_compared():
     model, tokenizer = tiny_model(), tiny_tokenizer()
     plan = measure.Plan(("snapkv",), (30,), policy, repeats=1, new_tokens=2)
     ids = prompt_ids(tokenizer, 31)
-    rows = list(measure.runs(plan, measure.make_methods(plan, tokenizer, None), model, tokenizer, ids))
+    rows = list(measure.runs(plan, measure.make_methods(plan, {"snapkv": SnapKVScorer()}), model, tokenizer, ids))
     (entry,) = summarize(rows)
     compared = [name for name in entry if "_over_" in name]
     assert [entry[name] for name in compared] == [None] * len(compared)
     assert markdown([entry]).endswith(" |  |  |  |  |  |  |")
-    with pytest.raises(InvalidInputError, match="proxykv: expected a mapper and its proxy"):
-        measure.make_methods(measure.Plan(("proxykv",), (30,), policy), tokenizer, None)
+    with pytest.raises(InvalidInputError, match="proxykv:overlap: expected a scorer proxykv, got none"):
+        measure.make_methods(measure.Plan(("proxykv:overlap",), (30,), policy), {})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process")

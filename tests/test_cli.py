@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from proxykv_hf import cli
+import pytest
+import torch
+from test_proxy import make_mapper
+from tiny import tiny_model, tiny_tokenizer
+
+from proxykv_hf import ProxyPrunedCache, cli
+from proxykv_hf.chat import chat_affixes, encode
 from proxykv_hf.commands import models
+from proxykv_hf.evaluation.methods import METHODS
+from proxykv_hf.pretrained import SELF_PROXY, first_layers
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """Its folder; 4,096 positions and one token a byte. Inside is ``mapper``, whose proxy is the target itself."""
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny_model("llama", 3)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    mapper = make_mapper(model, first_layers(model, 2), whole_proxy=model, proxy_id=SELF_PROXY)
+    mapper.save_pretrained(folder / "mapper")
+    return folder
 
 
 def run(capsys, *arguments):
@@ -44,6 +64,77 @@ def test_an_unknown_target_shows_the_short_names(capsys, tmp_path):
     assert code == 2
     assert "--target: expected a folder with a model" in error
     assert "short names here: gemma3-270m, qwen2.5-coder-0.5b" in error
+
+
+def test_a_document_that_finds_no_positions_is_refused_with_what_helps(capsys, tmp_path, target):
+    path = tmp_path / "long.txt"
+    path.write_text("a" * 3000)
+    common = ("--target", str(target), str(path), "--max-new-tokens", "2")
+    code, error = run(capsys, *common)
+    assert code == 2
+    assert "the document with KVzip's repetition of it takes 50" in error
+    assert f"and {target} has 4096 positions: give a shorter document, or a model for longer ones, or another" in error
+    assert "chunk_tokens" not in error
+    assert run(capsys, *common, "--scorer", "random")[0] == 0
+    path.write_text("a" * 4095)
+    code, error = run(capsys, *common, "--scorer", "random")
+    assert code == 2
+    assert "the document with a question and its answer takes 41" in error
+    assert "give a shorter document, or a model for longer ones\n" in error
+
+
+def answered(capsys, target, path, *more):
+    """What ``generate --json`` prints."""
+    arguments = ["--target", str(target), "--question", "Who?", "--json", "--max-new-tokens", "4", *more]
+    assert cli.main(["generate", *arguments, str(path)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_mapper_is_used_where_one_is_given(capsys, tmp_path, target, monkeypatch):
+    path = tmp_path / "story.txt"
+    path.write_text("Once upon a time there was a lamp. " * 4)
+    kept = []
+    close = ProxyPrunedCache.close
+    monkeypatch.setattr(ProxyPrunedCache, "close", lambda self: (kept.append(self.kept_indices(1)), close(self))[1])
+    result = answered(capsys, target, path, "--mapper", str(target / "mapper"), "--device", "cpu", "--dtype", "float32")
+    assert (result["scorer"], result["mapper"]) == ("proxykv", str(target / "mapper"))
+    assert result["report"]["fallback"] is None
+    monkeypatch.undo()
+    model, tokenizer = tiny_model("llama", 3), tiny_tokenizer()
+    prefix = encode(tokenizer, chat_affixes(tokenizer)[0])
+    ids = torch.tensor([prefix + encode(tokenizer, path.read_text())])
+    with ProxyPrunedCache.from_pretrained(target / "mapper", target=model, tokenizer=tokenizer) as cache:
+        cache.prefill(ids, context=(len(prefix), ids.shape[1]))
+        assert all(torch.equal(a[a < ids.shape[1]], b) for a, b in zip(kept[0], cache.kept_indices(1), strict=True))
+    assert answered(capsys, target, path)["scorer"] == "kvzip"
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "hidden_state"])
+def test_every_method_answers(capsys, tmp_path, target, name):
+    path = tmp_path / "story.txt"
+    path.write_text("Once upon a time there was a lamp. " * 4)
+    given = [] if not METHODS[name].wants else ["--mapper", str(target / "mapper")]
+    if name == "static_alignment":
+        given = ["--proxy", str(target)]
+    result = answered(capsys, target, path, "--scorer", name, "--dtype", "bfloat16", *given)
+    assert result["scorer"] == name
+    assert result["report"]["fallback"] is None
+    assert result["report"]["bytes_kept"] < 0.5 * result["report"]["bytes_full"]
+
+
+def test_what_a_scorer_lacks_or_leaves_unread_is_refused(capsys, target):
+    code, error = run(capsys, "--scorer", "proxykv")
+    assert code == 2
+    assert error == "proxykv: method proxykv: expected a trained mapper, got none: give --mapper FOLDER\n"
+    code, error = run(capsys, "--scorer", "kvzip", "--mapper", "m")
+    assert code == 2
+    assert "--mapper: expected only with a method that reads it (proxykv, head_prior, static_alignment), got " in error
+    code, error = run(capsys, "--proxy", "p")
+    assert code == 2
+    assert "--proxy: expected only with a method that reads it (proxykv, static_alignment), got kvzip" in error
+    code, error = run(capsys, "--mapper", "nowhere", str(target / "config.json"))
+    assert code == 2
+    assert "that holds a mapper" in error  # told before the target, which is nowhere either
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_kvzip_is_refused_where_its_repetition_finds_no_positions(model, calls):
     tokenizer = tiny_tokenizer()
     model.config.max_position_embeddings = 4000
     with ProxyPrunedCache(model, KVzipScorer(tokenizer), policy()) as cache:
-        with pytest.raises(InvalidInputError, match="the target has 4000: give a smaller chunk_tokens"):
+        with pytest.raises(InvalidInputError, match="has 4000: give a shorter prompt, or fewer chunk_tokens"):
             cache.prefill(ids)
         assert not calls
         cache.scorer = KVzipScorer(tokenizer, chunk_tokens=1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,6 +17,9 @@ from test_proxy import make_mapper
 
 from proxykv_hf import cli
 from proxykv_hf.commands import evaluate as command
+from proxykv_hf.commands import sources
+from proxykv_hf.evaluation.metrics import check_metric
+from proxykv_hf.evaluation.sole import sole_use
 from proxykv_hf.pretrained import SELF_PROXY, first_layers
 
 EXAMPLES = 3
@@ -91,6 +95,9 @@ import asked
 from pathlib import Path
 from proxykv_hf import cli
 from proxykv_hf.commands import evaluate as command
+from proxykv_hf.commands import sources
+from proxykv_hf.evaluation.metrics import check_metric
+from proxykv_hf.evaluation.sole import sole_use
 from proxykv_hf.evaluation import rows
 
 command.TASKS, command.METRICS, command.check_metric = {"letters": asked.TASK}, asked.METRICS, lambda name: None
@@ -143,6 +150,17 @@ def test_more_is_added_and_nothing_done_twice(home, whole, tmp_path, capsys):
         return sorted([str(row[name]) for name in names] for row in rows)
 
     assert plain(rows) == plain(contents(whole)[1])
+
+
+def test_a_file_that_another_run_writes_to_is_left_alone(home, whole, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sources, "load", None)
+    out = tmp_path / "rows.jsonl"
+    out.write_bytes(whole.read_bytes())
+    with sole_use(out):
+        code, error = run(capsys, *options(home, out, "--redo", "snapkv"))
+    assert code == 2
+    assert f"{out} is in use by another run: wait until it is over, or give another --out" in error
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_a_method_is_done_again(home, whole, tmp_path, capsys):
@@ -200,15 +218,48 @@ def test_a_retrained_mapper_is_another_method(home, tmp_path, capsys):
         (["--redo", "h2o"], "--redo: expected some of --methods, which are run again, got h2o"),
         (["--methods", "proxykv"], "method proxykv: expected a trained mapper, got none: give --mapper FOLDER"),
         (["--methods", "hidden_state"], "method hidden_state: expected trained heads, got none: give --hidden-state"),
+        (
+            ["--methods", "kvzip", "--mapper", "m"],
+            "--mapper: expected only with a method that reads it (proxykv, head_",
+        ),
+        (["--proxy", "p"], "--proxy: expected only with a method that reads it (proxykv, static_alignment), got kvzip"),
+        (["--format", "ruler"], "--format: expected only with --data"),
         (["--out", "/nowhere/rows.jsonl"], "expected a folder that can be written for /nowhere/rows.jsonl"),
-        (["--tokens", "4096"], "task letters, example 00000: expected at most 4096 tokens, the target's positions"),
     ],
 )
-def test_what_is_refused_before_any_work(home, tmp_path, capsys, more, words):
+def test_what_is_refused_before_a_model_is_loaded(home, tmp_path, capsys, monkeypatch, more, words):
+    monkeypatch.setattr("proxykv_hf.commands.sources.load", None)
     code, error = run(capsys, *options(home, tmp_path / "rows.jsonl", *more))
     assert code == 2
     assert words in error
     assert not Path(tmp_path / "rows.jsonl").exists()
+
+
+def test_a_missing_package_of_a_metric_is_told_before_a_model_is_loaded(home, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("proxykv_hf.commands.sources.load", None)
+    monkeypatch.setattr(command, "check_metric", check_metric)
+    monkeypatch.setattr(command, "TASKS", {"letters": dataclasses.replace(asked.TASK, metric="rouge_l")})
+    monkeypatch.setitem(sys.modules, "rouge", None)
+    code, error = run(capsys, *options(home, tmp_path / "rows.jsonl"))
+    assert code == 2
+    assert "expected rouge to be installed: pip install 'proxykv-hf[eval]'" in error
+
+
+def test_a_context_without_positions_is_refused_before_any_work(home, tmp_path, capsys):
+    code, error = run(capsys, *options(home, tmp_path / "rows.jsonl", "--tokens", "4096"))
+    assert code == 2
+    assert "task letters, example 00000: expected at most 4096 tokens, the target's positions" in error
+    assert not Path(tmp_path / "rows.jsonl").exists()
+
+
+def test_a_mapper_is_evaluated_where_one_is_given(home, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    mapper = save_mapper(asked.talkative_model(), tmp_path / "mapper", 1)
+    arguments = options(home, out, "--examples", "1", "--questions", "1", "--mapper", mapper)
+    assert run(capsys, *arguments)[0] == 0
+    header, rows = contents(out)
+    assert header["methods"] == ["full", "proxykv", "kvzip", "snapkv", "random"]
+    assert [row["method"] for row in rows].count("proxykv") == 2
 
 
 def test_examples_from_a_file_and_what_is_wrong_in_it(home, tmp_path, capsys):
@@ -216,16 +267,19 @@ def test_examples_from_a_file_and_what_is_wrong_in_it(home, tmp_path, capsys):
     question = {"text": "\nWho?", "references": ["a fox"], "max_new_tokens": 4}
     good = {"context": "a fox and a hen", "questions": [question] * 2, "metric": "held"}
     data.write_text("\n".join(json.dumps(line) for line in (good, {"context": "x"}, good)))
+    told = []
+    load = sources.load
     out = tmp_path / "rows.jsonl"
     arguments = ["evaluate", "--target", home, "--data", data, "--methods", "random", "--ratios", "0.5", "--out", out]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("proxykv_hf.evaluation.readers.METRICS", asked.METRICS)
+        patch.setattr(sources, "load", lambda *given: (told.append(capsys.readouterr().err), load(*given))[1])
         code, error = run(capsys, *arguments)
         assert run(capsys, *arguments, "--examples", "1", "--out", tmp_path / "first.jsonl")[0] == 2
     assert {row["example"] for row in contents(tmp_path / "first.jsonl")[1]} == {"00001"}
     assert code == 2
-    assert "1 lines of" in error
-    assert "line 2, questions: expected" in error
+    for words in (told[0], error):  # before the work, and when it is over
+        assert f"1 lines of {data} were left out:\nline 2, questions: expected" in words
     header, rows = contents(out)
     assert (header["tasks"], header["tokens"], len(header["data"])) == ({"mine": "held"}, None, 64)
     assert [(row["example"], row["question"], row["method"]) for row in rows] == [
@@ -234,3 +288,20 @@ def test_examples_from_a_file_and_what_is_wrong_in_it(home, tmp_path, capsys):
         for question in (0, 1)
         for method in ("full", "random")
     ]
+
+
+def test_a_file_without_examples_or_with_what_is_for_tasks_is_refused(home, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("proxykv_hf.commands.sources.load", None)
+    data, out = tmp_path / "mine.jsonl", tmp_path / "rows.jsonl"
+    arguments = ["evaluate", "--target", home, "--data", data, "--out", out]
+    code, error = run(capsys, *arguments)
+    assert code == 2
+    assert f"expected a file of JSON lines, but {data} is none" in error
+    data.write_text("{}")
+    code, error = run(capsys, *arguments)
+    assert code == 2
+    assert f"expected examples in {data}, got none\nline 1, questions: expected" in error
+    code, error = run(capsys, *arguments, "--tokens", "50")
+    assert code == 2
+    assert "--tokens: expected only with --tasks" in error
+    assert not out.exists()

@@ -153,3 +153,10 @@ def test_the_oracles_check_without_scores_to_compare_with_is_no_success(tmp_path
     monkeypatch.setattr("sys.argv", ["x", "teacher", "--scores", str(tmp_path / "nowhere")])
     with pytest.raises(SystemExit, match="expected a folder of safetensors files to compare with, found none in"):
         oracle_check.main()
+
+
+def test_the_oracle_check_takes_no_option_that_it_does_not_read(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["oracle_check.py", "teacher", "--scores", "nowhere", "--seed", "1"])
+    with pytest.raises(SystemExit):
+        oracle_check.main()
+    assert "unrecognized arguments: --seed 1" in capsys.readouterr().err

@@ -95,7 +95,11 @@ def test_the_command_draws(tmp_path, capsys):
     assert cli.main([*command, "--mapper", str(tmp_path / "mapper"), "--mark", "41"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     for arguments, message in (
-        ([], "wants a trained mapper"),
+        (["--methods", "proxykv"], "method proxykv: expected a trained mapper, got none: give --mapper FOLDER"),
+        (
+            ["--methods", "random", "--proxy", "p"],
+            "--proxy: expected only with a method that reads it (proxykv, static",
+        ),
         (["--methods", "random", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
         (["--methods", "random", "--mark", "42"], "expected passages of the text's 41 tokens, got '42'"),
         (["--methods", "random", "--retention-ratio", "2"], "retention_ratio: expected a number in"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import json
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -159,6 +163,42 @@ def test_saving_writes_the_plain_architecture(tmp_path):
         assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
         assert type(AutoModelForCausalLM.from_pretrained(folder)) is LlamaForCausalLM
         assert isinstance(model, ProxyKVGenerationMixin)
+
+
+class Reduced(LlamaForCausalLM):
+    """Its class says how it is pickled, and where its state goes."""
+
+    def __reduce__(self):
+        return type(self)._remade, (self.config,), self.state_dict()
+
+    @classmethod
+    def _remade(cls, config):
+        return cls(config).eval()
+
+    def __setstate__(self, state):
+        self.load_state_dict(state)
+
+
+@pytest.mark.parametrize("plain", [LlamaForCausalLM, Reduced])
+@pytest.mark.parametrize("again", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy, copy.copy])
+def test_a_model_is_pickled_and_copied_as_before(plain, again):
+    model = tiny_model()
+    model.__class__ = plain
+    model, other = with_proxykv(model), with_proxykv(plain(model.config))
+    assert type(other) is type(model)
+    copied = again(model)
+    assert type(copied) is type(model)
+    assert copied is not model
+    ids, config = random_ids(1, TOKENS), ProxyKVConfig(scorer=RandomScorer(1), policy=POLICY)
+    assert torch.equal(copied.generate(ids, **GREEDY, proxykv=config), model.generate(ids, **GREEDY, proxykv=config))
+
+
+def test_a_model_is_sent_to_a_process_that_begins_afresh(tmp_path):
+    torch.save(with_proxykv(tiny_model()), tmp_path / "model.pt")
+    code = f"import torch; print(type(torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)).__mro__[:3])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "ProxyKVLlamaForCausalLM" in done.stdout
+    assert "ProxyKVGenerationMixin" in done.stdout
 
 
 def test_what_contradicts_itself_is_refused():

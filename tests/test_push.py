@@ -97,7 +97,8 @@ def folder(tmp_path):
     mapper.save_pretrained(tmp_path)
     rows = {"this mapper": {"0.1": 0.5, "0.2": 0.6, "0.3": 0.7, "0.5": 0.8}}
     card = mapper_card(mapper, title="Tiny", folder="mappers/x", agreement=rows, held_out="3", limits="- None.")
-    (tmp_path / "README.md").write_text(str(card))
+    target = 'model = AutoModelForCausalLM.from_pretrained("org/large")\n'
+    (tmp_path / "README.md").write_text(str(card).replace("cache = ", f"{target}cache = "))
     (tmp_path / "results.json").write_text("{}")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "optimizer.pt").write_bytes(b"large")
@@ -114,7 +115,7 @@ def test_a_mapper_goes_to_the_hub_with_its_card(hub, folder, capsys):
     for name in ("config.json", "model.safetensors", "results.json"):
         assert hub.files[name] == (folder / name).read_bytes()
     card = (folder / "README.md").read_text()
-    assert card.count('"mappers/x"') == 1
+    assert card.count('"mappers/x"') == card.count('from_pretrained("org/large")') == 1
     assert hub.files["README.md"].decode() == card.replace('"mappers/x"', f'"{REPO}"')
 
 

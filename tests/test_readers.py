@@ -72,6 +72,16 @@ def test_bad_lines_are_named_and_the_rest_is_read(tmp_path):
         ),
         (good | {"questions": [asked(max_new_tokens=0)]}, r"questions\[0\].max_new_tokens", "expected a number from 1"),
         (good | {"questions": [asked(max_new_tokens=True)]}, r"questions\[0\].max_new_tokens", "expected .*, got true"),
+        (
+            good | {"metric": "classification", "questions": [asked(choices=["a"]), asked()]},
+            r"questions\[1\].choices",
+            "expected the classes, a list of strings, got no such field",
+        ),
+        (
+            good | {"metric": "classification", "questions": [asked(references=["a", "A"], choices=["a", "b"])]},
+            r"questions\[0\].references",
+            r'expected some of choices, got \["a", "A"\]',
+        ),
         (good, "name", "expected another one in each line, got a again"),
         (good | {"name": "x", "metric": "count"}, "metric", "expected f1 as in the lines before, got count"),
         (good | {"name": "x", "context": ["long"] * 50}, "context", r'expected a string, got \["long", .{40,60}…'),
@@ -123,12 +133,14 @@ def test_longbenchs_bad_lines(tmp_path):
         longbench(dataset="trec"),
         longbench(dataset="trec", all_classes=["a", "b"], answers=["a"]),
         longbench(answers=None),
+        longbench(dataset="trec", all_classes=["a", "b"], answers=["c"]),
     ]
     reading = read(written(tmp_path / "n.jsonl", lines), "longbench")
     assert [(error.line, error.field) for error in reading.errors] == [
         (1, "dataset"),
         (2, "all_classes"),
         (4, "answers"),
+        (5, "answers"),
     ]
     assert reading.errors[0].problem.startswith("expected one of narrativeqa, qasper, ")
     assert reading.examples[0].questions[0].choices == ("a", "b")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,7 @@ from hidden_facts import hidden_facts
 
 from proxykv_hf import KVzipScorer, ProxyKVWarning, ProxyPrunedCache, RandomScorer, RetentionPolicy, cli
 from proxykv_hf._compat import cache_keyword
+from proxykv_hf.commands import sources
 from proxykv_hf.pretrained import load_proxy_scorer
 
 pytestmark = pytest.mark.slow
@@ -126,6 +128,19 @@ def test_the_readmes_code_runs(smollm2, tmp_path, monkeypatch, capsys):
     assert "Clara Fenwick" in printed
     assert "of their KV pairs kept" in printed
     assert (tmp_path / "lighthouse" / "cache.safetensors").is_file()
+
+
+@pytest.mark.filterwarnings("ignore::proxykv_hf.ProxyKVWarning")
+def test_the_readmes_questions_are_answered(smollm2, monkeypatch, capsys):
+    """Every `proxykv generate` of the README, in a checkout."""
+    root = Path(__file__).resolve().parents[1]
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sources, "load", lambda *_: smollm2)
+    commands = re.findall(r"^proxykv (generate .*)$", (root / "README.md").read_text(), re.MULTILINE)
+    assert commands
+    for command in commands:
+        assert cli.main([*shlex.split(command), "--max-new-tokens", "16"]) == 0
+        assert "Apache" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore::proxykv_hf.ProxyKVWarning")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
 
 from proxykv_hf import InvalidInputError
 from proxykv_hf.evaluation.rows import RowFile, key_of
+from proxykv_hf.evaluation.sole import sole_use
+
+fcntl = pytest.importorskip("fcntl")
 
 HEADER = {
     "format": 1,
@@ -46,6 +50,60 @@ def path(tmp_path):
     for block in BLOCKS:
         file.append(block)
     return file.path
+
+
+def test_a_link_stays_one(path, tmp_path):
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    RowFile(link, HEADER | {"ratios": [0.5]}).append([row("2")])
+    assert link.is_symlink()
+    assert header_of(path)["ratios"] == [0.3, 0.5]
+    assert len(path.read_text().splitlines()) == 8
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link.jsonl", "rows.jsonl"]
+
+
+def test_a_file_is_used_by_one_run_at_a_time(tmp_path, monkeypatch):
+    path, link = tmp_path / "rows.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    with sole_use(path):
+        for same in (path, link):
+            with pytest.raises(InvalidInputError, match=f"{same} is in use by another run: wait"), sole_use(same):
+                pass
+        with sole_use(tmp_path / "other.jsonl"):
+            pass
+    with pytest.raises(KeyError), sole_use(path):
+        raise KeyError
+    with sole_use(link):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["link.jsonl"]
+
+
+def test_a_lock_that_was_removed_when_it_was_got_is_not_held(tmp_path, monkeypatch):
+    path, beside, flock = tmp_path / "rows.jsonl", tmp_path / ".rows.jsonl.lock", fcntl.flock
+    got = []
+
+    def late(lock, how):
+        flock(lock, how)
+        got.append(lock)
+        if len(got) == 1:  # the run before ends in between
+            beside.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with sole_use(path):
+        assert len(got) == 2
+        monkeypatch.undo()
+        with pytest.raises(InvalidInputError, match="in use"), sole_use(path):
+            pass
+
+
+def test_a_disk_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
+    def unknown(lock, how):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    with sole_use(tmp_path / "rows.jsonl"), sole_use(tmp_path / "rows.jsonl"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def header_of(path):

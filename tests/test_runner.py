@@ -37,8 +37,13 @@ def case(index=1, tokens=60, metric="held", query_aware=False):
     return Case.of(example, metric, TOKENIZER, query_aware)
 
 
+def native(methods):
+    return {name: method.allocation for name, method in methods.items()}
+
+
 def runner(model, methods, allocation="native+global", batch_tokens=200):
-    return Runner(model, TOKENIZER, methods, make_cells(methods, RATIOS, allocation), asked.METRICS, batch_tokens)
+    cells = make_cells(native(methods), RATIOS, allocation)
+    return Runner(model, TOKENIZER, methods, cells, asked.METRICS, batch_tokens)
 
 
 def nothing(count):
@@ -170,6 +175,8 @@ def test_a_reference_follows_its_prefix_as_an_answer_would(prefix, expected):
 
 
 def test_cells_of_an_allocation(methods):
+    methods = native(methods)
+
     def of(allocation):
         return [(c.method, c.allocation, c.ratio) for c in make_cells(methods, [0.5], allocation)]
 
@@ -202,7 +209,7 @@ def test_a_case_without_positions_is_refused_by_name_before_any_work(model, meth
 
 
 def test_methods_are_known_by_name(model):
-    native = {name: allocation for name, (allocation, _) in METHODS.items()}
+    native = {name: making.allocation for name, making in METHODS.items()}
     everywhere = {"proxykv", "kvzip", "head_prior", "static_alignment", "hidden_state"}
     each_head = {"snapkv", "h2o", "expected_attention", "streaming_llm", "random"}
     assert native == dict.fromkeys(everywhere, "global") | dict.fromkeys(each_head, "uniform")

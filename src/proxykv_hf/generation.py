@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -153,8 +155,30 @@ def plain_class(cls: type) -> type:
 
 
 def with_proxykv(model: M) -> M:
-    """The same model, whose ``generate`` takes ``proxykv=`` from now on."""
+    """The same model, whose ``generate`` takes ``proxykv=`` from now on; it pickles and copies as before."""
     if not isinstance(model, ProxyKVGenerationMixin):
-        plain = type(model)
-        model.__class__ = type(f"ProxyKV{plain.__name__}", (ProxyKVGenerationMixin, plain), {})
+        plain: Any = type(model)
+        model.__class__ = _with_mixin(plain)
     return model
+
+
+@functools.cache
+def _with_mixin(plain: type[PreTrainedModel]) -> type:
+    """A class of its own for each plain one, made once."""
+    return type(f"ProxyKV{plain.__name__}", (ProxyKVGenerationMixin, plain), {"__reduce_ex__": _reduce_plain})
+
+
+def _reduce_plain(model: PreTrainedModel, protocol: SupportsIndex) -> Any:
+    """As the plain class says, since pickle finds no class that is made here; `_rebuild` makes it anew."""
+    own = type(model)
+    model.__class__ = plain_class(own)
+    try:
+        reduced: Any = model.__reduce_ex__(protocol)
+    finally:
+        model.__class__ = own
+    make, arguments, *state = reduced
+    return _rebuild, (make, arguments), *state
+
+
+def _rebuild(make: Callable[..., M], arguments: tuple[Any, ...]) -> M:
+    return with_proxykv(make(*arguments))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from huggingface_hub import ModelCard, ModelCardData
 
 from .mapper import HybridAxialMapper
+from .pretrained import SELF_PROXY
 
 RATIOS = ("0.1", "0.2", "0.3", "0.5")
 
@@ -81,7 +82,7 @@ def mapper_card(
     sources += [source for source in recipe.sources if source != "hidden"]
     parameters = sum(parameter.numel() for parameter in mapper.parameters())
     proxy = f"the first {recipe.proxy_layers} layers of " + (
-        "the target itself" if config.proxy_id == "target" else str(config.proxy_id)
+        "the target itself" if config.proxy_id == SELF_PROXY else str(config.proxy_id)
     )
     text = TEXT.format(
         title=title,
@@ -116,8 +117,11 @@ def mapper_card(
 
 
 def card_on_hub(card: str, repo: str) -> str:
-    """A card whose example takes the mapper from the Hub, wherever it lay when the card was written."""
-    return re.sub(r'(from_pretrained\(\s*)"[^"]*"', lambda found: f'{found[1]}"{repo}"', card)
+    """A card whose example takes the mapper from the Hub, wherever it lay when the card was written.
+
+    Models that the card loads by their own names stay what they are.
+    """
+    return re.sub(r'(ProxyPrunedCache\.from_pretrained\(\s*)"[^"]*"', lambda found: f'{found[1]}"{repo}"', card)
 
 
 def operations_per_token(mapper: HybridAxialMapper) -> float:

@@ -25,28 +25,20 @@ from .. import __version__
 from .._compat import call_forward
 from ..cache import ProxyPrunedCache
 from ..errors import InvalidInputError
+from ..evaluation.methods import FULL
+from ..evaluation.methods import METHODS as SCORED
 from ..geometry import device_of, max_positions
+from ..prefill import SCHEDULES
 from ..reconstruction import repeat_length
 from ..retention import RetentionPolicy
 from ..scorers.base import Scorer
-from ..scorers.kvzip import KVzipScorer
-from ..scorers.proxy import ProxyScorer
 from ..scorers.random import RandomScorer
-from ..scorers.snapkv import SnapKVScorer
 from ..storage import storage_bytes
 from .meter import PeakMemory
 
+UNCOMPRESSED = "uncompressed"
 #: ``full`` is transformers' own `DynamicCache`; ``uncompressed`` is ours with everything kept.
-METHODS = (
-    "full",
-    "uncompressed",
-    "kvzip",
-    "snapkv",
-    "proxykv",
-    "proxykv:overlap",
-    "proxykv:proxy_first",
-    "proxykv:sequential",
-)
+METHODS = (FULL, UNCOMPRESSED, *SCORED, *(f"proxykv:{schedule}" for schedule in SCHEDULES))
 #: Tokens of the unmeasured runs at the start, which pay for what only a first run pays.
 WARM_UP_TOKENS = 64
 
@@ -85,8 +77,10 @@ class Plan:
                 raise InvalidInputError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
     @property
-    def needs_proxy(self) -> bool:
-        return any(name.startswith("proxykv") for name in self.methods)
+    def scored(self) -> list[str]:
+        """The scorers that the methods need, by their names in `evaluation.methods.METHODS`."""
+        names = dict.fromkeys(name.partition(":")[0] for name in self.methods)
+        return [name for name in names if name in SCORED]
 
     @property
     def runs_per_repeat(self) -> int:
@@ -154,31 +148,25 @@ class Method:
         return cache
 
 
-def make_methods(plan: Plan, tokenizer: PreTrainedTokenizerBase, proxykv: ProxyScorer | None) -> dict[str, Method]:
+def make_methods(plan: Plan, scorers: Mapping[str, Scorer]) -> dict[str, Method]:
     """The plan's methods by name.
 
     Args:
         plan: What is measured.
-        tokenizer: The target's, for kvzip.
-        proxykv: Shared by all of the proxy's schedules.
+        scorers: All of ``plan.scored``; the proxy's is shared by its schedules.
 
     Raises:
-        InvalidInputError: A method of the proxy without ``proxykv``.
+        InvalidInputError: One is missing.
     """
     whole = RetentionPolicy(1.0, sink_tokens=0, recent_tokens=0)
-    methods: dict[str, Method] = {}
+    methods = {FULL: Method(None, whole), UNCOMPRESSED: Method(RandomScorer(), whole)}
     for name in plan.methods:
         kind, _, schedule = name.partition(":")
-        if kind == "proxykv" and proxykv is None:
-            raise InvalidInputError(f"{name}: expected a mapper and its proxy, got none")
-        methods[name] = {
-            "full": Method(None, whole),
-            "uncompressed": Method(RandomScorer(), whole),
-            "kvzip": Method(KVzipScorer(tokenizer), plan.policy),
-            "snapkv": Method(SnapKVScorer(), plan.policy),
-            "proxykv": Method(proxykv, plan.policy, schedule or None),
-        }[kind]
-    return methods
+        if kind in SCORED:
+            if kind not in scorers:
+                raise InvalidInputError(f"{name}: expected a scorer {kind}, got {', '.join(scorers) or 'none'}")
+            methods[name] = Method(scorers[kind], plan.policy, schedule or None)
+    return {name: methods[name] for name in plan.methods}
 
 
 def runs(

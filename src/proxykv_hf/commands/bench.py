@@ -13,11 +13,13 @@ from ..benchmark.measure import METHODS, Plan, environment, make_methods, runs, 
 from ..benchmark.prompt import prompt_ids
 from ..benchmark.report import check_writable, markdown, plot, summarize, write_results
 from ..errors import InvalidInputError
+from ..evaluation.methods import METHODS as SCORERS
 from ..geometry import ModelGeometry
-from ..pretrained import SELF_PROXY, load_mapper, load_proxy_scorer
+from ..pretrained import SELF_PROXY, load_mapper
 from ..retention import RetentionPolicy
 from ..scorers.proxy import check_target
-from .models import DTYPES, add_target, device_and_dtype, load, optional, read_text, resolve, target_named
+from . import sources
+from .models import add_device_and_dtype, add_target, device_and_dtype, optional, read_text, resolve, target_named
 
 
 def add_parser(commands: Any) -> None:
@@ -27,15 +29,14 @@ def add_parser(commands: Any) -> None:
         description="Measure methods side by side: seconds until the prompt is pruned, decoded tokens a second, bytes.",
     )
     add_target(parser)
-    parser.add_argument("--mapper", help="a folder or Hub id, for the methods proxykv")
-    parser.add_argument("--proxy", help="like --target; by default the one that the mapper's config names")
+    sources.add_sources(parser)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024], metavar="N", help="prompts' tokens")
     parser.add_argument(
         "--methods",
         nargs="+",
-        default=["full", "kvzip", "snapkv"],
         metavar="METHOD",
-        help=f"some of {', '.join(METHODS)}",
+        help=f"some of {', '.join(METHODS)} (default: full kvzip snapkv, and proxykv with --mapper, hidden_state with "
+        "--hidden-state)",
     )
     parser.add_argument("--retention-ratio", type=float, default=0.3, help="share of KV pairs kept (default: 0.3)")
     parser.add_argument("--allocation", choices=("global", "uniform"), default="global")
@@ -43,8 +44,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded after each prompt (default: 32)")
     parser.add_argument("--threads", type=int, help="CPU threads of the target")
     parser.add_argument("--proxy-threads", type=int, help="CPU threads of the proxy's lane")
-    parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
+    add_device_and_dtype(parser)
     parser.add_argument("--text", type=Path, help="a file whose start is the prompt (default: made-up records)")
     parser.add_argument("--out", type=Path, required=True, help="JSON with all rows; written after every repeat")
     parser.add_argument("--plot", type=Path, help="a PNG (wants the extra 'plot')")
@@ -54,17 +54,21 @@ def add_parser(commands: Any) -> None:
 def _plan(arguments: argparse.Namespace) -> Plan:
     """The plan, once all is checked that needs no model."""
     policy = RetentionPolicy(arguments.retention_ratio, allocation=arguments.allocation, sink_tokens=0, recent_tokens=0)
-    plan = Plan(tuple(arguments.methods), tuple(arguments.lengths), policy, arguments.repeats, arguments.new_tokens)
+    names = arguments.methods or ["full", "kvzip", "snapkv", *sources.methods_of(arguments)]
+    plan = Plan(tuple(names), tuple(arguments.lengths), policy, arguments.repeats, arguments.new_tokens)
     for option, threads in (("--threads", arguments.threads), ("--proxy-threads", arguments.proxy_threads)):
         if threads is not None and threads < 1:
             raise InvalidInputError(f"{option}: expected at least 1, got {threads}")
-    if plan.needs_proxy and arguments.mapper is None:
-        raise InvalidInputError("the methods proxykv want a trained mapper: give --mapper FOLDER")
+    sources.check(arguments, plan.scored)
     check_writable(arguments.out)
     if arguments.plot is not None:
         check_writable(arguments.plot)
         optional("matplotlib", "plot")
     return plan
+
+
+def _runs_a_proxy(plan: Plan) -> bool:
+    return any(SCORERS[name].reads("proxy") for name in plan.scored)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -77,23 +81,19 @@ def run(arguments: argparse.Namespace) -> None:
     with target_named(arguments.target):
         tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     ids = prompt_ids(tokenizer, max(plan.lengths) + 1, text)
-    mapper = load_mapper(arguments.mapper) if plan.needs_proxy else None
+    mapper = None if arguments.mapper is None else load_mapper(arguments.mapper)
     if mapper is not None:
         check_target(mapper, ModelGeometry.from_config(config))
-    proxy = None if arguments.proxy is None else resolve(arguments.proxy)
     proxy_config = None
-    if proxy is not None:
-        proxy_config = AutoConfig.from_pretrained(proxy)
-    elif mapper is not None and mapper.config.proxy_id != SELF_PROXY:
+    if arguments.proxy is not None:
+        proxy_config = AutoConfig.from_pretrained(resolve(arguments.proxy))
+    elif mapper is not None and mapper.config.proxy_id != SELF_PROXY and _runs_a_proxy(plan):
         named = mapper.config
         proxy_config = AutoConfig.from_pretrained(str(named.proxy_id), revision=named.proxy_revision or "main")
     plan.check_positions(ids, tokenizer, config, proxy_config)
 
-    target, _ = load(arguments.target, device, dtype)
-    scorer = None
-    if mapper is not None:
-        scorer = load_proxy_scorer(mapper, target=target, proxy=proxy, threads=arguments.proxy_threads)
-    methods = make_methods(plan, tokenizer, scorer)
+    target, tokenizer, scorers = sources.load_scorers(arguments, plan.scored, threads=arguments.proxy_threads)
+    methods = make_methods(plan, scorers)
     rows: list[dict[str, Any]] = []
     with target_threads(arguments.threads):
         header = environment(device) | {

@@ -9,6 +9,7 @@ import hashlib
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,20 @@ from ..benchmark.measure import environment
 from ..benchmark.report import check_writable
 from ..chat import encode
 from ..errors import InvalidInputError
-from ..evaluation.methods import FULL, METHODS, Method, Sources, check_methods, make_methods
+from ..evaluation.methods import FULL, METHODS, Method, check_methods, make_methods
 from ..evaluation.metrics import METRICS, check_metric
-from ..evaluation.readers import FORMATS, read
+from ..evaluation.readers import FORMATS, Reading, read
 from ..evaluation.rows import FORMAT, RowFile
-from ..evaluation.runner import ALLOCATIONS, WHOLE, Case, Runner, make_cells
+from ..evaluation.runner import ALLOCATIONS, WHOLE, Case, Cell, Runner, make_cells
+from ..evaluation.sole import sole_use
 from ..evaluation.task import Example
 from ..evaluation.tasks import TASKS
 from ..geometry import device_of, weights_fingerprint
-from ..retention import RetentionPolicy
-from .models import DTYPES, add_target, device_and_dtype, load, optional, public_name, resolve
+from .models import add_device_and_dtype, add_target, optional, public_name
+from .sources import add_sources, check, load_sources, methods_of
+
+#: Of a task's context, where nothing else is asked for.
+TOKENS = 1024
 
 
 def add_parser(commands: Any) -> None:
@@ -40,25 +45,23 @@ def add_parser(commands: Any) -> None:
         "line for each answer. A run that was stopped goes on where it was, and what is asked for later is added.",
     )
     add_target(parser)
-    parser.add_argument("--mapper", help="a folder or Hub id, for the methods proxykv, head_prior, static_alignment")
-    parser.add_argument("--proxy", help="like --target; by default the one that the mapper's config names")
-    parser.add_argument("--hidden-state", metavar="FOLDER", help="the trained heads, for the method hidden_state")
+    add_sources(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--tasks", nargs="+", metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
     source.add_argument("--data", type=Path, metavar="FILE", help="instead: examples from a file")
-    parser.add_argument("--format", choices=FORMATS, default="proxykv", help="of --data (default: proxykv, our own)")
+    parser.add_argument("--format", choices=FORMATS, help="of --data (default: proxykv, our own)")
     parser.add_argument(
         "--methods",
         nargs="+",
-        default=["kvzip", "snapkv", "random"],
         metavar="METHOD",
         help=f"some of {', '.join(METHODS)}, one with ratios of its own as in snapkv=0.1,0.2; the full cache is run in "
-        "any case (default: kvzip snapkv random)",
+        "any case (default: kvzip snapkv random, and before them proxykv with --mapper, hidden_state with "
+        "--hidden-state)",
     )
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[0.1, 0.2, 0.3], metavar="RATIO", help="shares of KV pairs kept"
     )
-    parser.add_argument("--tokens", type=int, default=1024, help="length of a context (default: 1024)")
+    parser.add_argument("--tokens", type=int, help="length of a context of --tasks (default: 1024)")
     parser.add_argument("--examples", type=int, help="of each task (default: 10, of --data all)")
     parser.add_argument("--questions", type=int, help="of each example, at most (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="other examples, and random scores, for every seed")
@@ -70,8 +73,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="the prompt that is prefilled, scored and pruned goes on to the question's end; the question is kept",
     )
-    parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
+    add_device_and_dtype(parser)
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of one forward over questions (default: 4096)")
     parser.add_argument(
         "--redo", nargs="+", default=[], metavar="METHOD", help="of --methods: drop all of their rows in --out first"
@@ -81,28 +83,29 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    own_ratios = _checked(arguments)
+    cells = _checked(arguments)
+    reading = _reading(arguments)
+    metrics = {name: TASKS[name].metric for name in _tasks(arguments)} if reading is None else reading.metrics
+    for metric in metrics.values():
+        check_metric(metric)
+    optional("tqdm", "models")
+    with sole_use(arguments.out):
+        _evaluate(arguments, cells, reading, metrics)
+    if reading is not None and reading.errors:
+        raise InvalidInputError(_left_out(arguments.data, reading))
+
+
+def _evaluate(
+    arguments: argparse.Namespace, cells: list[Cell], reading: Reading | None, metrics: dict[str, str]
+) -> None:
+    """Answer all that ``--out`` does not hold yet."""
     tqdm = optional("tqdm", "models").tqdm
-    device, dtype = device_and_dtype(arguments.device, arguments.dtype)
-    target, tokenizer = load(arguments.target, device, dtype)
-    metrics, examples, errors = _examples(arguments, tokenizer)
+    sources = load_sources(arguments, seed=arguments.seed)
+    target, tokenizer = sources.target, sources.tokenizer
+    examples = _made(arguments, tokenizer) if reading is None else _first(reading.examples, arguments.examples)
     asked = [dataclasses.replace(example, questions=example.questions[: arguments.questions]) for example in examples]
     cases = [Case.of(example, metrics[example.task], tokenizer, arguments.query_aware) for example in asked]
-    sources = Sources(
-        target,
-        tokenizer,
-        mapper=arguments.mapper,
-        proxy=None if arguments.proxy is None else resolve(arguments.proxy),
-        hidden_state=arguments.hidden_state,
-        seed=arguments.seed,
-    )
-    methods = make_methods(list(own_ratios), sources)
-    cells = make_cells(
-        methods,
-        arguments.ratios,
-        arguments.allocation,
-        {name: own for name, own in own_ratios.items() if own is not None},
-    )
+    methods = make_methods(list(dict.fromkeys(cell.method for cell in cells)), sources)
     runner = Runner(target, tokenizer, methods, cells, METRICS, arguments.batch_tokens)
     for case in cases:
         runner.check(case)
@@ -115,21 +118,22 @@ def run(arguments: argparse.Namespace) -> None:
             bar.set_postfix_str(f"{case.example.task} {case.example.name}")
             if rows := runner.run(case, file.rows, bar.update):
                 file.append(rows)
-    if errors:
-        raise InvalidInputError("\n".join([f"{len(errors)} lines of {arguments.data} were left out:", *errors]))
 
 
-def _checked(arguments: argparse.Namespace) -> dict[str, tuple[float, ...] | None]:
-    """The methods' names and their own ratios, None where they have none, once all is checked that needs no model."""
-    asked = [_method(text) for text in arguments.methods]
+def _checked(arguments: argparse.Namespace) -> list[Cell]:
+    """The ways to keep the cache, once all that the options say is checked as far as it needs no model."""
+    default = [*methods_of(arguments), "kvzip", "snapkv", "random"]
+    asked = [_method(text) for text in arguments.methods or default]
     names = check_methods([name for name, _ in asked])
-    own_ratios = {name: own for name, own in asked if name in names}
-    for ratio in arguments.ratios:
-        RetentionPolicy(ratio)
+    check(arguments, names)
     for option in ("tokens", "examples", "questions", "batch_tokens"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
             raise InvalidInputError(f"--{option.replace('_', '-')}: expected at least 1, got {value}")
+    if arguments.tasks is None and arguments.tokens is not None:
+        raise InvalidInputError("--tokens: expected only with --tasks; the contexts of --data are as long as they are")
+    if arguments.data is None and arguments.format is not None:
+        raise InvalidInputError("--format: expected only with --data; --tasks make their examples themselves")
     if arguments.tasks is not None:
         unknown = [name for name in arguments.tasks if name not in TASKS]
         if unknown and arguments.tasks != ["all"]:
@@ -137,7 +141,12 @@ def _checked(arguments: argparse.Namespace) -> dict[str, tuple[float, ...] | Non
     if idle := [name for name in check_methods(arguments.redo) if name not in names]:
         raise InvalidInputError(f"--redo: expected some of --methods, which are run again, got {', '.join(idle)}")
     check_writable(arguments.out)
-    return own_ratios
+    return make_cells(
+        {name: METHODS[name].allocation for name in names},
+        arguments.ratios,
+        arguments.allocation,
+        {name: own for name, own in asked if own is not None},
+    )
 
 
 def _method(text: str) -> tuple[str, tuple[float, ...] | None]:
@@ -151,25 +160,39 @@ def _method(text: str) -> tuple[str, tuple[float, ...] | None]:
         raise InvalidInputError(f"--methods: expected ratios as in {name}=0.1,0.2, got {text!r}") from error
 
 
-def _examples(
-    arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, str], list[Example], list[str]]:
-    """Metrics by task, the examples, and what was wrong with lines of ``--data``."""
-    if arguments.data is not None:
-        reading = read(arguments.data, arguments.format)
-        examples, errors = _first(reading.examples, arguments.examples), list(map(str, reading.errors))
-        metrics = reading.metrics
-    else:
-        tasks = [TASKS[name] for name in (TASKS if arguments.tasks == ["all"] else dict.fromkeys(arguments.tasks))]
-        metrics, errors = {task.name: task.metric for task in tasks}, list[str]()
-        examples = [
-            task.make(arguments.tokens, lambda text: len(encode(tokenizer, text)), arguments.seed, index)
-            for index in range(arguments.examples or 10)  # a run that is cut short has as many of every task
-            for task in tasks
-        ]
-    for metric in metrics.values():
-        check_metric(metric)
-    return metrics, examples, errors
+def _reading(arguments: argparse.Namespace) -> Reading | None:
+    """What ``--data`` holds, if it is given; what is wrong with its lines is told at once, hours before the end.
+
+    Raises:
+        InvalidInputError: There is no such file, or no example in it.
+    """
+    if arguments.data is None:
+        return None
+    reading = read(arguments.data, arguments.format or "proxykv")
+    if not reading.examples:
+        raise InvalidInputError(
+            "\n".join([f"expected examples in {arguments.data}, got none", *map(str, reading.errors)])
+        )
+    if reading.errors:
+        print(_left_out(arguments.data, reading), file=sys.stderr, flush=True)
+    return reading
+
+
+def _left_out(data: Path, reading: Reading) -> str:
+    return "\n".join([f"{len(reading.errors)} lines of {data} were left out:", *map(str, reading.errors)])
+
+
+def _tasks(arguments: argparse.Namespace) -> list[str]:
+    return list(TASKS if arguments.tasks == ["all"] else dict.fromkeys(arguments.tasks))
+
+
+def _made(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """The examples of ``--tasks``."""
+    return [
+        TASKS[name].make(arguments.tokens or TOKENS, lambda text: len(encode(tokenizer, text)), arguments.seed, index)
+        for index in range(arguments.examples or 10)  # a run that is cut short has as many of every task
+        for name in _tasks(arguments)
+    ]
 
 
 def _first(examples: Sequence[Example], count: int | None) -> list[Example]:
@@ -200,7 +223,7 @@ def _header(
         "target_weights": weights_fingerprint(target),
         "mapper": arguments.mapper,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "tokens": arguments.tokens if data is None else None,
+        "tokens": arguments.tokens or TOKENS if data is None else None,
         "seed": arguments.seed,
         "allocation": arguments.allocation,
         "query_aware": arguments.query_aware,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,25 +13,12 @@ from .._compat import cache_keyword
 from ..cache import ProxyPrunedCache
 from ..chat import chat_affixes, encode
 from ..errors import InvalidInputError
-from ..geometry import max_positions
+from ..evaluation.methods import METHODS
+from ..geometry import device_of, max_positions
+from ..reconstruction import repeat_length
 from ..retention import RetentionPolicy
-from ..scorers.base import Scorer
-from ..scorers.expected_attention import ExpectedAttentionScorer
-from ..scorers.h2o import H2OScorer
-from ..scorers.kvzip import KVzipScorer
-from ..scorers.random import RandomScorer
-from ..scorers.snapkv import SnapKVScorer
-from ..scorers.streaming_llm import StreamingLLMScorer
-from .models import add_target, device_and_dtype, load, read_text
-
-SCORERS: dict[str, Callable[[], Scorer]] = {
-    "expected_attention": ExpectedAttentionScorer,
-    "h2o": H2OScorer,
-    "kvzip": KVzipScorer,
-    "random": RandomScorer,
-    "snapkv": SnapKVScorer,
-    "streaming_llm": StreamingLLMScorer,
-}
+from . import sources
+from .models import add_device_and_dtype, add_target, read_text
 
 
 def add_parser(commands: Any) -> None:
@@ -44,14 +30,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="the document; - (default) is stdin")
     add_target(parser)
     parser.add_argument("--question", required=True, action="append", help="may be given several times")
+    sources.add_sources(parser)
     parser.add_argument(
-        "--scorer", choices=sorted(SCORERS), default="kvzip", help="what rates the KV pairs (default: kvzip)"
+        "--scorer",
+        choices=METHODS,
+        help="what rates the KV pairs (default: proxykv with --mapper, hidden_state with --hidden-state, else kvzip)",
     )
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--retention-ratio", type=float, help="share of KV pairs kept, in (0, 1] (default: 0.3)")
     budget.add_argument("--max-tokens", type=int, help="instead: context tokens kept per head, on average")
     parser.add_argument("--allocation", choices=("global", "uniform"), default="global")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="length of an answer (default: 64)")
+    add_device_and_dtype(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -65,26 +55,33 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.max_new_tokens < 1:
         raise InvalidInputError(f"--max-new-tokens: expected at least 1, got {arguments.max_new_tokens}")
+    name: str = arguments.scorer or [*sources.methods_of(arguments), "kvzip"][0]
+    sources.check(arguments, [name])
     document = read_text(arguments.file)
     if not document.strip():
         raise InvalidInputError(f"expected a document, but {arguments.file} is empty")
 
-    device, dtype = device_and_dtype()
-    model, tokenizer = load(arguments.target, device, dtype)
-    before, after = chat_affixes(tokenizer)
-    prefix, context = encode(tokenizer, before), encode(tokenizer, document)
-    turns = [encode(tokenizer, f"\n\n{question}{after}") for question in arguments.question]
-    longest = len(prefix) + len(context) + max(map(len, turns)) + arguments.max_new_tokens
+    model, tokenizer, scorers = sources.load_scorers(arguments, [name])
+    device = device_of(model)
+    opening, closing = chat_affixes(tokenizer)
+    prefix, context = encode(tokenizer, opening), encode(tokenizer, document)
+    turns = [encode(tokenizer, f"\n\n{question}{closing}") for question in arguments.question]
+    read, asked = len(prefix) + len(context), max(map(len, turns)) + arguments.max_new_tokens
+    repeated = repeat_length(tokenizer, torch.tensor(context)) if name == "kvzip" else 0
     limit = max_positions(model.config)
-    if limit is not None and longest > limit:
-        raise InvalidInputError(
-            f"document, question and answer take {longest} tokens and {arguments.target} has {limit} positions: "
-            "give a shorter document, or a model for longer ones"
-        )
+    for after, what, advice in (
+        (asked, "a question and its answer", ""),
+        (repeated, "KVzip's repetition of it", ", or another --scorer"),
+    ):
+        if limit is not None and read + after > limit:
+            raise InvalidInputError(
+                f"the document with {what} takes {read + after} tokens and {arguments.target} has {limit} positions: "
+                f"give a shorter document, or a model for longer ones{advice}"
+            )
     prompt = torch.tensor([prefix + context], device=device)
     print(f"Reading {prompt.shape[1]} tokens …", file=sys.stderr)
     answers = []
-    with ProxyPrunedCache(model, SCORERS[arguments.scorer](), policy, tokenizer=tokenizer) as cache:
+    with ProxyPrunedCache(model, scorers[name], policy, tokenizer=tokenizer) as cache:
         cache.prefill(prompt, context=(len(prefix), prompt.shape[1]))
         for question, turn in zip(arguments.question, turns, strict=True):
             ids = torch.cat([prompt, torch.tensor([turn], device=device)], dim=1)
@@ -103,7 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
                 print(answer)
         report = cache.report()
     if arguments.json:
-        settings = {"target": arguments.target, "scorer": arguments.scorer, "policy": policy.to_dict()}
+        settings = {"target": arguments.target, "scorer": name, "mapper": arguments.mapper, "policy": policy.to_dict()}
         print(json.dumps(settings | {"answers": answers, "report": report.to_dict()}))
     else:
         print(f"\n{report}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -27,6 +28,12 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         required=True,
         help=f"a folder, a Hub id, or in a checkout a short name ({', '.join(example_names()) or 'none here'})",
     )
+
+
+def add_device_and_dtype(parser: argparse.ArgumentParser) -> None:
+    """The options ``--device`` and ``--dtype``, for `device_and_dtype`."""
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
 
 
 def load(target: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -88,6 +95,7 @@ def optional(module: str, extra: str) -> Any:
         raise InvalidInputError(f"expected {module} to be installed: pip install 'proxykv-hf[{extra}]'") from error
 
 
+@functools.cache
 def _example_models() -> Any:
     """The module ``examples/models.py``, which a checkout has, or None."""
     path = Path(__file__).resolve().parents[3] / "examples" / "models.py"
@@ -107,10 +115,23 @@ def example_names() -> list[str]:
 
 
 def resolve(target: str) -> str:
-    """A folder or Hub id as it is; in a checkout also a short name of ``examples/models.py``."""
+    """A folder or Hub id as it is; in a checkout also a short name of ``examples/models.py``.
+
+    Raises:
+        InvalidInputError: The model of that name could not be fetched.
+    """
     if Path(target).exists() or target not in example_names():
         return target
-    return str(_example_models().resolve(target))
+    try:
+        return str(_example_models().resolve(target))
+    except ImportError as error:
+        raise InvalidInputError(
+            f"{target} is made with {error.name or error}: pip install 'proxykv-hf[models]'"
+        ) from error
+    except RuntimeError as error:  # no network, or another file than the pinned one
+        raise InvalidInputError(
+            f"{target} could not be fetched; give a folder that holds it instead: {error}"
+        ) from error
 
 
 def public_name(target: str) -> str:

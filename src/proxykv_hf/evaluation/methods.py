@@ -34,6 +34,13 @@ Allocation = Literal["global", "uniform"]
 FULL = "full"
 
 
+#: What of `Sources` may have to be given, and how to say so if it is missing.
+MISSING = {
+    "mapper": "expected a trained mapper, got none: give --mapper FOLDER",
+    "hidden_state": "expected trained heads, got none: give --hidden-state FOLDER",
+}
+
+
 @dataclass(frozen=True)
 class Method:
     """A way to choose what is kept.
@@ -55,10 +62,11 @@ class Sources:
     Args:
         target: The model whose cache is pruned.
         tokenizer: Its tokenizer.
-        mapper: A folder or Hub id, or None if there is none.
+        mapper: A folder or Hub id, or a mapper, or None if there is none.
         proxy: A folder or Hub id in place of the proxy that the mapper's config names.
         hidden_state: A folder of trained heads, or None if there is none.
         seed: Of random scores.
+        threads: CPU threads of a proxy's lane; None for as many as torch uses elsewhere.
     """
 
     def __init__(
@@ -66,28 +74,29 @@ class Sources:
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        mapper: str | None = None,
+        mapper: str | HybridAxialMapper | None = None,
         proxy: str | None = None,
         hidden_state: str | None = None,
         seed: int = 0,
+        threads: int | None = None,
     ) -> None:
-        self.target, self.tokenizer, self.seed = target, tokenizer, seed
+        self.target, self.tokenizer, self.seed, self.threads = target, tokenizer, seed, threads
         self._mapper, self._proxy, self._hidden_state = mapper, proxy, hidden_state
 
     @functools.cached_property
     def mapper(self) -> HybridAxialMapper:
         if self._mapper is None:
-            raise InvalidInputError("expected a trained mapper, got none: give --mapper FOLDER")
-        return load_mapper(self._mapper)
+            raise InvalidInputError(MISSING["mapper"])
+        return self._mapper if isinstance(self._mapper, HybridAxialMapper) else load_mapper(self._mapper)
 
     @functools.cached_property
     def proxykv(self) -> ProxyScorer:
-        return load_proxy_scorer(self.mapper, target=self.target, proxy=self._proxy)
+        return load_proxy_scorer(self.mapper, target=self.target, proxy=self._proxy, threads=self.threads)
 
     def hidden_state(self) -> HiddenStateScorer:
         """The scorer of the trained heads."""
         if self._hidden_state is None:
-            raise InvalidInputError("expected trained heads, got none: give --hidden-state FOLDER")
+            raise InvalidInputError(MISSING["hidden_state"])
         return HiddenStateScorer.from_pretrained(self._hidden_state, target=self.target)
 
     def whole_proxy(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -155,27 +164,71 @@ def _digest(*tensors: Tensor) -> str:
 
 def _static_alignment(sources: Sources) -> tuple[Scorer, str]:
     proxy, tokenizer = sources.whole_proxy()
-    return StaticAlignmentScorer(proxy, tokenizer), f"{RECIPE}, proxy {weights_fingerprint(proxy)}"
+    return StaticAlignmentScorer(
+        proxy, tokenizer, threads=sources.threads
+    ), f"{RECIPE}, proxy {weights_fingerprint(proxy)}"
 
 
 def _random(sources: Sources) -> tuple[Scorer, str]:
     return RandomScorer(sources.seed), f"seed {sources.seed}"
 
 
-#: By name: the allocation that the method's authors use, and what makes its scorer and its identity. Expected
-#: attention's let the heads of a layer compete, which is between the two that there are.
-METHODS: dict[str, tuple[Allocation, Callable[[Sources], tuple[Scorer, str]]]] = {
-    "proxykv": ("global", _proxykv),
-    "kvzip": ("global", _kvzip),
-    "head_prior": ("global", _head_prior),
-    "static_alignment": ("global", _static_alignment),
-    "hidden_state": ("global", _hidden_state),
-    "snapkv": ("uniform", _snapkv),
-    "h2o": ("uniform", _h2o),
-    "expected_attention": ("uniform", _expected_attention),
-    "streaming_llm": ("uniform", _streaming_llm),
-    "random": ("uniform", _random),
+@dataclass(frozen=True)
+class Making:
+    """How a method is made.
+
+    Args:
+        allocation: The one that its authors use.
+        make: Its scorer and its identity.
+        wants: Of `Sources`, by name: one of them has to be given.
+        takes: What else it reads if it is given.
+    """
+
+    allocation: Allocation
+    make: Callable[[Sources], tuple[Scorer, str]]
+    wants: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+
+    def reads(self, source: str) -> bool:
+        return source in self.wants or source in self.takes
+
+
+#: By name. Expected attention's authors let the heads of a layer compete, which is between the two allocations that
+#: there are.
+METHODS: dict[str, Making] = {
+    "proxykv": Making("global", _proxykv, wants=("mapper",), takes=("proxy",)),
+    "kvzip": Making("global", _kvzip),
+    "head_prior": Making("global", _head_prior, wants=("mapper",)),
+    "static_alignment": Making("global", _static_alignment, wants=("mapper", "proxy")),
+    "hidden_state": Making("global", _hidden_state, wants=("hidden_state",)),
+    "snapkv": Making("uniform", _snapkv),
+    "h2o": Making("uniform", _h2o),
+    "expected_attention": Making("uniform", _expected_attention),
+    "streaming_llm": Making("uniform", _streaming_llm),
+    "random": Making("uniform", _random),
 }
+
+
+def check_sources(names: Sequence[str], given: set[str]) -> None:
+    """Whether methods have what they are made from, and everything that is given is read; needs no model.
+
+    Args:
+        names: Of ``METHODS``.
+        given: Which of `Sources`'s ``mapper``, ``proxy`` and ``hidden_state`` there are.
+
+    Raises:
+        InvalidInputError: Something is missing, or given for nothing.
+    """
+    for name in names:
+        if (wants := METHODS[name].wants) and not given.intersection(wants):
+            raise InvalidInputError(f"method {name}: {MISSING[wants[0]]}")
+    for source in sorted(given):
+        readers = [name for name, making in METHODS.items() if making.reads(source)]
+        if not set(readers).intersection(names):
+            raise InvalidInputError(
+                f"--{source.replace('_', '-')}: expected only with a method that reads it ({', '.join(readers)}), got "
+                f"{', '.join(names) or 'none'}"
+            )
 
 
 def check_methods(names: Sequence[str]) -> list[str]:
@@ -200,10 +253,9 @@ def make_methods(names: Sequence[str], sources: Sources) -> dict[str, Method]:
     """
     methods = {}
     for name in check_methods(names):
-        allocation, make = METHODS[name]
         try:
-            scorer, identity = make(sources)
+            scorer, identity = METHODS[name].make(sources)
         except InvalidInputError as error:
             raise InvalidInputError(f"method {name}: {error}") from error
-        methods[name] = Method(scorer, allocation, identity)
+        methods[name] = Method(scorer, METHODS[name].allocation, identity)
     return methods

@@ -156,8 +156,10 @@ def read_own(fields: _Fields, path: Path, number: int) -> tuple[Example, str]:
 
     ``context`` (string), ``questions`` (list), ``metric`` (of `metrics.METRICS`), and, if wanted, ``task`` (else the
     file's name) and ``name`` (else the line's number). Each question has the fields of `task.Question`: ``text``
-    and ``references`` (strings), and, if wanted, ``answer_prefix``, ``max_new_tokens`` and ``choices``.
+    and ``references`` (strings), and, if wanted, ``answer_prefix``, ``max_new_tokens`` and ``choices``, which
+    ``classification`` cannot do without.
     """
+    asked_of = fields.list("questions")
     questions = tuple(
         Question(
             asked.text("text"),
@@ -166,12 +168,25 @@ def read_own(fields: _Fields, path: Path, number: int) -> tuple[Example, str]:
             asked.positive("max_new_tokens", 32),
             asked.texts("choices", optional=True),
         )
-        for asked in fields.list("questions")
+        for asked in asked_of
     )
     example = Example(
         fields.text("task", path.stem), fields.text("name", f"{number:05d}"), fields.text("context"), questions
     )
-    return example, fields.one_of("metric", METRICS)
+    metric = fields.one_of("metric", METRICS)
+    for asked, question in zip(asked_of, questions, strict=True):
+        _check_classes(metric, question, asked, "references", "choices")
+    return example, metric
+
+
+def _check_classes(metric: str, question: Question, fields: _Fields, references: str, choices: str) -> None:
+    """Refuse what a classification could only score 0, whatever the answer; the names are those of the fields."""
+    if metric != "classification":
+        return
+    if not question.choices:
+        raise fields.wrong(choices, "the classes, a list of strings")
+    if not set(question.references).issubset(question.choices):
+        raise fields.wrong(references, f"some of {choices}")
 
 
 def read_longbench(fields: _Fields, path: Path, number: int) -> tuple[Example, str]:
@@ -192,8 +207,7 @@ def read_longbench(fields: _Fields, path: Path, number: int) -> tuple[Example, s
         max_new_tokens=form.max_new_tokens,
         choices=fields.texts("all_classes", optional=True),
     )
-    if form.metric == "classification" and not question.choices:
-        raise fields.wrong("all_classes", "a list of strings")
+    _check_classes(form.metric, question, fields, "answers", "all_classes")
     return Example(named, f"{number:05d}", form.before + fields.text("context"), (question,)), form.metric
 
 

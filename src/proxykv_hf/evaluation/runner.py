@@ -53,7 +53,7 @@ WHOLE = Cell(FULL, None, 1.0)
 
 
 def make_cells(
-    methods: Mapping[str, Method],
+    methods: Mapping[str, Allocation],
     ratios: Sequence[float],
     allocation: str,
     own_ratios: Mapping[str, Sequence[float]] | None = None,
@@ -61,7 +61,7 @@ def make_cells(
     """The full cache, and every method at its allocations and every ratio.
 
     Args:
-        methods: By name.
+        methods: By name, the allocation that each one's authors use.
         ratios: Of every method that has none of its own.
         allocation: One of ``ALLOCATIONS``.
         own_ratios: Those of single methods.
@@ -81,8 +81,8 @@ def make_cells(
         for ratio in asked:
             RetentionPolicy(ratio)
     cells = [WHOLE]
-    for name, method in methods.items():
-        allocations = [method.allocation if part == "native" else part for part in allocation.split("+")]
+    for name, native in methods.items():
+        allocations = [native if part == "native" else part for part in allocation.split("+")]
         for one in get_args(Allocation):
             cells += [Cell(name, one, ratio) for ratio in by_method[name] if one in allocations]
     return cells

@@ -60,7 +60,7 @@ class KVzipScorer:
             if request.max_positions is not None and needed > request.max_positions:
                 raise InvalidInputError(
                     f"KVzip repeats the context in {longest} tokens after the prompt and so needs {needed} positions, "
-                    f"but the target has {request.max_positions}: give a smaller chunk_tokens, or a shorter prompt"
+                    f"but the target has {request.max_positions}: give a shorter prompt, or fewer chunk_tokens"
                 )
         return _KVzipRun(self, tokenizer)
 

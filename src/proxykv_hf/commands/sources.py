@@ -1,0 +1,67 @@
+"""The options that scorers are made from: a mapper, its proxy, trained heads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from ..evaluation.methods import METHODS, Sources, check_sources, make_methods
+from ..pretrained import load_mapper
+from ..scorers.base import Scorer
+from .models import device_and_dtype, load, resolve
+
+#: As `Sources` calls them, and which method each of them is for in the first place.
+OPTIONS = {"mapper": "proxykv", "hidden_state": "hidden_state", "proxy": None}
+
+
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """The options ``--mapper``, ``--proxy`` and ``--hidden-state``."""
+    readers = [name for name, making in METHODS.items() if "mapper" in making.wants]
+    parser.add_argument("--mapper", help=f"a folder or Hub id, for {', '.join(readers)}")
+    parser.add_argument("--proxy", help="like --target; by default the one that the mapper's config names")
+    parser.add_argument("--hidden-state", metavar="FOLDER", help="the trained heads, for hidden_state")
+
+
+def methods_of(arguments: argparse.Namespace) -> list[str]:
+    """The methods that a mapper or heads are given for, where no method is named."""
+    return [name for option, name in OPTIONS.items() if name is not None and getattr(arguments, option) is not None]
+
+
+def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Whether the options hold what the methods want, and nothing that none of them reads.
+
+    Raises:
+        InvalidInputError: They do not.
+    """
+    check_sources(names, {option for option in OPTIONS if getattr(arguments, option) is not None})
+
+
+def load_sources(arguments: argparse.Namespace, *, seed: int = 0, threads: int | None = None) -> Sources:
+    """The target and its tokenizer, and what else the options name, see `Sources`.
+
+    Raises:
+        InvalidInputError: A folder that holds none, or a device that torch cannot compute on.
+    """
+    device, dtype = device_and_dtype(arguments.device, arguments.dtype)
+    mapper = None if arguments.mapper is None else load_mapper(arguments.mapper)  # before the large one
+    proxy = None if arguments.proxy is None else resolve(arguments.proxy)
+    target, tokenizer = load(arguments.target, device, dtype)
+    return Sources(
+        target,
+        tokenizer,
+        mapper=mapper,
+        proxy=proxy,
+        hidden_state=arguments.hidden_state,
+        seed=seed,
+        threads=threads,
+    )
+
+
+def load_scorers(
+    arguments: argparse.Namespace, names: Sequence[str], *, threads: int | None = None
+) -> tuple[Any, Any, dict[str, Scorer]]:
+    """The target, its tokenizer, and the methods' scorers by name, from `load_sources`."""
+    sources = load_sources(arguments, threads=threads)
+    scorers = {name: method.scorer for name, method in make_methods(names, sources).items()}
+    return sources.target, sources.tokenizer, scorers
