@@ -304,6 +304,33 @@ def test_the_targets_own_first_layers_can_be_the_proxy(target, tmp_path):
     assert out.shape == (1, TOKENS + 4)
 
 
+@pytest.mark.parametrize("itself", [True, False])
+def test_a_proxy_that_repeats_takes_the_targets_tokenizer_where_it_has_none(target, tmp_path, itself):
+    cut = first_layers(target, 2)
+    recipe = FeatureRecipe(("reconstruction",), 2)
+    mapper = make_mapper(target, cut, recipe, whole_proxy=target, proxy_id=SELF_PROXY if itself else "some/proxy")
+    mapper.save_pretrained(tmp_path)
+    proxy = None if itself else target
+    ids = random_ids(1, TOKENS)
+    expected = mapper(proxy_features(cut, ids[0], recipe, tokenizer=tiny_tokenizer())[None])
+    with ProxyPrunedCache.from_pretrained(
+        tmp_path, target=target, tokenizer=tiny_tokenizer(), policy=POLICY, strict=True, proxy=proxy
+    ) as cache:
+        assert torch.equal(cache.prefill(ids)["proxykv"], expected)
+        cache.scorer.proxy.config.max_position_embeddings = 60
+        cache.reset()
+        with pytest.raises(InvalidInputError, match=r"at most 60 tokens.*those with which it repeats"):
+            cache.prefill(ids)
+    calls = []
+    target.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(None))
+    with (
+        ProxyPrunedCache.from_pretrained(tmp_path, target=target, policy=POLICY, proxy=proxy) as cache,
+        pytest.raises(InvalidInputError, match=r"asked to repeat the context.*give the cache \(or the scorer\) one"),
+    ):
+        cache.prefill(ids)
+    assert not calls
+
+
 def test_first_layers_compute_as_the_target_does():
     """With Gemma 2's cap on logits, which torch's fused attention leaves out, even while a cache is open."""
     target = tiny_model("gemma2", 2, attention="eager")

@@ -23,7 +23,7 @@ class LaneScorer:
 
     Args:
         proxy: M_s, a decoder without language-model head.
-        tokenizer: The proxy's; the target's must give the same tokens.
+        tokenizer: The proxy's; the target's must give the same tokens, and stands in where None is given.
         threads: CPU threads of the lane; None for as many as torch uses elsewhere.
     """
 
@@ -42,13 +42,18 @@ class LaneScorer:
 
         Raises:
             InvalidInputError: A prompt of embeddings, one that takes more positions than the proxy has, or of
-                another tokenizer.
+                another tokenizer; no tokenizer where the proxy repeats the context.
         """
         prompt = request.prompt
+        if self.repeats and self.tokenizer_for(request) is None:
+            raise InvalidInputError(
+                "the proxy is asked to repeat the context, in words that a tokenizer has to read: give the cache "
+                "(or the scorer) one"
+            )
         rows = [prompt.row_ids(row) for row in range(len(prompt.lengths))]
         config = self.proxy.config.get_text_config(decoder=True)
         limit = max_positions(config)
-        needed = max(map(self._positions, rows, prompt.contexts))
+        needed = max(self._positions(*row, request) for row in zip(rows, prompt.contexts, strict=True))
         if limit is not None and needed > limit:
             raise InvalidInputError(
                 f"expected at most {limit} tokens, the proxy's positions, got {needed}"
@@ -65,11 +70,16 @@ class LaneScorer:
             )
         return _LaneRun(self, request, rows)
 
-    def _positions(self, input_ids: Tensor, context: tuple[int, int]) -> int:
+    def tokenizer_for(self, request: ScoringRequest) -> PreTrainedTokenizerBase | None:
+        """The proxy's; the target's where none was given, as for a proxy that is the target's own first layers."""
+        return self.tokenizer if self.tokenizer is not None else request.tokenizer
+
+    def _positions(self, input_ids: Tensor, context: tuple[int, int], request: ScoringRequest) -> int:
         """That one row takes."""
-        if not self.repeats or self.tokenizer is None:
+        tokenizer = self.tokenizer_for(request)
+        if not self.repeats or tokenizer is None:
             return len(input_ids)
-        return len(input_ids) + repeat_length(self.tokenizer, input_ids[slice(*context)])
+        return len(input_ids) + repeat_length(tokenizer, input_ids[slice(*context)])
 
     def score_row(
         self,
