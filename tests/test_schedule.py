@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -234,12 +235,15 @@ def test_scores_that_are_nan_leave_the_cache_whole_or_raise(target, scorer, sche
 def test_a_proxy_without_memory_beside_the_target_runs_after_it(target, scorer, monkeypatch):
     from proxykv_hf.scorers import proxy as module
 
-    extract, attempts = module.proxy_features, []
+    extract, attempts, left = module.proxy_features, [], []
 
     def crowded(*args, **kwargs):
         attempts.append(None)
         if len(attempts) == 1:
+            large = torch.ones(1000)
+            left.append(weakref.ref(large))
             raise torch.OutOfMemoryError("CUDA out of memory")
+        assert [ref() for ref in left] == [None]  # what the first had made would be in its way
         return extract(*args, **kwargs)
 
     monkeypatch.setattr(module, "proxy_features", crowded)

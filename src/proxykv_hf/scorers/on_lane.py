@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -162,15 +163,17 @@ class _LaneRun(ScorerRun):
 
     def finish(self, cache: WholeCache) -> Tensor:
         self._job = self._job or self._launch()
+        crowded: str | None = None
         try:
-            scores = self._job.result(self._patience)
-        except TimeoutError as error:
-            raise TimeoutError(f"the scores were not there after {self._request.timeout:g} s") from error
+            scores = self._result()
         except torch.OutOfMemoryError as error:
+            crowded = str(error).splitlines()[0]
+            traceback.clear_frames(error.__traceback__)  # which hold what the failed run had made
+        if crowded is not None:
             self._job = self._launch()  # the target's prefill is over, and its activations are gone
-            scores = self._job.result(self._patience)
+            scores = self._result()
             warnings.warn(
-                f"the proxy found no memory beside the target ({str(error).splitlines()[0]}) and was run again after "
+                f"the proxy found no memory beside the target ({crowded}) and was run again after "
                 "the prefill: schedule='sequential' or 'proxy_first' says so beforehand",
                 ProxyKVWarning,
                 stacklevel=2,
@@ -179,6 +182,13 @@ class _LaneRun(ScorerRun):
         self.seconds |= self._use.seconds
         self.bytes_peak = self._use.bytes_peak
         return scores.to(device_of(cache.target))
+
+    def _result(self) -> Tensor:
+        assert self._job is not None
+        try:
+            return self._job.result(self._patience)
+        except TimeoutError as error:
+            raise TimeoutError(f"the scores were not there after {self._request.timeout:g} s") from error
 
     def cancel(self) -> None:
         if self._job is not None:
