@@ -399,5 +399,16 @@ def test_the_mapper_goes_where_the_proxy_is(target):
     assert scorer.mapper.device == scorer.proxy.device == torch.device("cpu")
 
 
+def test_a_mapper_that_is_given_stays_as_it_was(target):
+    proxy = tiny_model("qwen2", 1, layers=2).model
+    mapper = make_mapper(target, proxy)
+    assert load_proxy_scorer(mapper, target=target, proxy=proxy).mapper is mapper
+    for given in (mapper.to(torch.bfloat16), make_mapper(target, proxy).train()):
+        dtype, training = given.dtype, given.training
+        scorer = load_proxy_scorer(given, target=target, proxy=proxy)
+        assert (given.dtype, given.training) == (dtype, training)
+        assert (scorer.mapper.dtype, scorer.mapper.training) == (torch.float32, False)
+
+
 def kept_counts(cache):
     return [[len(head) for head in layer] for layer in kept(cache)]
