@@ -128,7 +128,8 @@ def proxy_features(
     if "reconstruction" in recipe.sources and tokenizer is None:
         raise InvalidInputError("the source 'reconstruction' asks the proxy to repeat: give its tokenizer")
     own_thread = threading.get_ident()
-    features = torch.empty(recipe.channels(proxy.config), len(input_ids), device=proxy.device)
+    shape = (recipe.channels(proxy.config), len(input_ids))
+    features = torch.empty(shape, dtype=torch.float32, device=proxy.device)
     room = dict(zip(recipe.sources, features.split(list(recipe.sizes(proxy.config).values())), strict=True))
 
     def after(layer: int) -> Callable[..., None]:

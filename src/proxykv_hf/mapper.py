@@ -214,11 +214,11 @@ class HybridAxialMapper(PreTrainedModel):
         stem_input = functional.pad(self.dropout(functional.gelu(projected)), (0, 0, margin, margin))
         blended, weights = torch.zeros_like(scores), scores.new_zeros(tokens, 1)
         for start, stop in _windows(tokens, config.window, config.overlap):
-            weight = _seam_weight(start, stop, tokens, config.overlap).to(scores)[:, None]  # [n, 1]
+            weight = _seam_weight(start, stop, tokens, config.overlap).to(scores.device)[:, None]  # [n, 1]
             head_tokens = self._encode(stem_input[:, start : stop + 2 * margin], start)
             blended[:, start:stop] += weight * self.heads(self.key(head_tokens), self.value(head_tokens))
             weights[start:stop] += weight
-        full = (scores + blended / weights).float().transpose(1, 2)  # [B, T, N]
+        full = (scores + blended / weights).transpose(1, 2)  # [B, T, N]
         whole = full.new_zeros(batch, *self.prior.shape, tokens)
         whole[:, list(config.target.full_layers)] = full.unflatten(1, (-1, whole.shape[2]))
         return whole
@@ -324,8 +324,13 @@ class _TargetHeads(nn.Module):
         self.linear = nn.Parameter(torch.empty(heads, bottleneck))
 
     def direct(self, compressed: Tensor) -> Tensor:
-        """The linear path and the bias: `[B, N, R]` to `[B, N, T]`."""
-        return functional.linear(compressed, self.linear, self.bias)
+        """The linear path and the bias: `[B, N, R]` to `[B, N, T]`, float32.
+
+        Under autocast too: scores about the bias, a prior of -6 say, are a few hundred numbers only in bfloat16, and
+        what is kept is decided among them.
+        """
+        with torch.autocast(compressed.device.type, enabled=False):
+            return functional.linear(compressed.float(), self.linear.float(), self.bias.float())
 
     def forward(self, key: Tensor, value: Tensor) -> Tensor:
         """``sum_m softmax_m(q_h . k_m / sqrt(d)) * (w_h . v_m)``: `[B, n, M, d]` twice to `[B, n, T]`.
@@ -376,8 +381,8 @@ def _windows(tokens: int, window: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def _seam_weight(start: int, stop: int, tokens: int, overlap: int) -> Tensor:
-    """A window's say at each of its places, `[n]`: rises and falls linearly at seams, not at the text's ends."""
-    steps = torch.arange(1, stop - start + 1) / (overlap + 1)
+    """A window's say at each of its places, `[n]`, float32: rises and falls linearly at seams, not at a text's ends."""
+    steps = torch.arange(1, stop - start + 1, dtype=torch.float32) / (overlap + 1)
     rise = steps if start > 0 else torch.ones_like(steps)
     fall = steps.flip(0) if stop < tokens else torch.ones_like(steps)
     return torch.minimum(rise, fall).clamp(max=1.0)

@@ -42,7 +42,7 @@ class ScoringRequest:
         """`[R, L, H, N]` of one value, float32, where the target computes: for a scorer to fill in."""
         heads = (self.geometry.num_layers, self.geometry.num_key_value_heads)
         shape = (len(self.prompt.lengths), *heads, self.prompt.columns)
-        return torch.full(shape, value, device=device_of(self.target))
+        return torch.full(shape, value, dtype=torch.float32, device=device_of(self.target))
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,10 @@ class _ExpectedAttentionRun(ObservingRun):
                 keys, values = (part[0, :, self.scorer.sink_tokens :] for part in states[layer])
                 future = torch.arange(self.scorer.future_tokens, device=keys.device) + prompt.columns
                 turn = self.rotary.mean_turn(layer, future, keys.shape[2])
-                weights = expected_weights(
-                    keys, moments.mean @ turn, turn.T @ moments.covariance @ turn, self.logits[layer]
-                )
+                with torch.autocast(keys.device.type, enabled=False):
+                    weights = expected_weights(
+                        keys, moments.mean @ turn, turn.T @ moments.covariance @ turn, self.logits[layer]
+                    )
                 scores[row, layer, :, own:] = (weights + self.scorer.epsilon) * values.float().norm(dim=-1)
         return scores
 

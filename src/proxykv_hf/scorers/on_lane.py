@@ -141,7 +141,7 @@ class _LaneRun(ScorerRun):
 
         def work(cancelled: Callable[[], bool]) -> Tensor:
             shape = (len(rows), geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
-            scores = torch.zeros(shape, device=scorer.proxy.device)
+            scores = torch.zeros(shape, dtype=torch.float32, device=scorer.proxy.device)
             use.holds(scores.nbytes)
             for row, ids in enumerate(rows):
                 scores[row, :, :, prompt.pads[row] :] = scorer.score_row(
