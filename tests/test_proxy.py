@@ -31,7 +31,11 @@ from proxykv_hf import (
 from proxykv_hf._compat import cache_keyword, call_forward
 from proxykv_hf.features import proxy_features
 from proxykv_hf.geometry import weights_fingerprint
+from proxykv_hf.lane import Cancelled
 from proxykv_hf.pretrained import SELF_PROXY, first_layers, load_first_layers, load_proxy_scorer
+from proxykv_hf.prompt import read_prompt
+from proxykv_hf.scorers.base import ScoringRequest
+from proxykv_hf.scorers.on_lane import LaneUse
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 TOKENS = 50
@@ -152,7 +156,7 @@ def test_features_are_gone_after_finish_on_success_and_on_failure(target, scorer
     monkeypatch.setattr(module, "proxy_features", watched)
     mapper = scorer.mapper.forward
     if fails:
-        monkeypatch.setattr(scorer.mapper, "forward", lambda features: mapper(features) * torch.nan)
+        monkeypatch.setattr(scorer.mapper, "forward", lambda *args: mapper(*args) * torch.nan)
     with ProxyPrunedCache(target, scorer, POLICY) as cache:
         if fails:
             with pytest.warns(ProxyKVWarning, match="hold NaN"):
@@ -197,6 +201,33 @@ def test_waiting_has_an_end(target, scorer, monkeypatch):
         with pytest.warns(ProxyKVWarning, match=r"TimeoutError: the scores were not there after 0.2 s"):
             cache.prefill(random_ids(1, TOKENS))
         assert not [thread for thread in threading.enumerate() if thread.name == "proxykv-lane"]
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("proxykv", 2 + 2 + 2), ("static_alignment", 2 + 2)])
+def test_work_asks_in_every_layer_and_window_whether_to_go_on(target, proxy, kind, asked):
+    """Of the pass over the prompt, of the repetition, and of the mapper: `cancel` waits for no more than one."""
+    recipe = FeatureRecipe(("hidden", "reconstruction"), 2, (1,))
+    scorer = {
+        "proxykv": lambda: ProxyScorer(proxy, make_mapper(target, proxy, recipe), tokenizer=tiny_tokenizer()),
+        "static_alignment": lambda: StaticAlignmentScorer(proxy, tiny_tokenizer()),
+    }[kind]()
+    ids = random_ids(1, TOKENS)
+    request = ScoringRequest(
+        read_prompt(ids, None, None, None, ids.shape)[0], target, ModelGeometry.from_config(target.config), None
+    )
+
+    def run(stop_at):
+        questions = iter(range(1000))
+        try:
+            use = LaneUse(torch.device("cpu"))
+            scorer.score_row(ids[0], (0, TOKENS), request, use, lambda: next(questions) == stop_at)
+        except Cancelled:
+            assert next(questions) == stop_at + 1
+            return True
+        assert next(questions) == asked
+        return False
+
+    assert [run(stop_at) for stop_at in range(asked + 1)] == [True] * asked + [False]
 
 
 def test_what_can_be_refused_is_refused_before_the_prefill(target, proxy, scorer):

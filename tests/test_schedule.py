@@ -216,7 +216,7 @@ def test_refusals_come_before_any_work(target, scorer, schedule):
 @pytest.mark.parametrize("strict", [False, True])
 def test_scores_that_are_nan_leave_the_cache_whole_or_raise(target, scorer, schedule, strict, monkeypatch):
     mapper = scorer.mapper.forward
-    monkeypatch.setattr(scorer.mapper, "forward", lambda features: mapper(features) * torch.nan)
+    monkeypatch.setattr(scorer.mapper, "forward", lambda *args: mapper(*args) * torch.nan)
     with ProxyPrunedCache(target, scorer, POLICY, schedule=schedule, strict=strict) as cache:
         if strict:
             with pytest.raises(ScoringError, match="hold NaN"):

@@ -29,6 +29,7 @@ from . import attention
 from ._compat import call_forward
 from .errors import InvalidInputError
 from .geometry import ModelGeometry
+from .lane import Cancelled
 from .logits import causal_weights
 from .reconstruction import reconstruction_scores
 
@@ -93,10 +94,6 @@ class FeatureRecipe:
         return dataclasses.asdict(self)
 
 
-class Cancelled(Exception):
-    """The features are not wanted any more."""
-
-
 @torch.no_grad()
 def proxy_features(
     proxy: PreTrainedModel,
@@ -116,7 +113,7 @@ def proxy_features(
         recipe: What to extract.
         context: ``(start, stop)``, what ``reconstruction`` repeats; all by default.
         tokenizer: The proxy's, for ``reconstruction``.
-        cancelled: Asked after each layer.
+        cancelled: Asked after each layer, and while the proxy repeats the context in each too.
         holds: Told after each layer how many bytes features, K and V take.
 
     Returns: `[C, n]`, float32, on the proxy's device.
@@ -161,7 +158,8 @@ def proxy_features(
             handle.remove()
     if tokenizer is not None and "reconstruction" in room:
         span = (0, len(input_ids)) if context is None else context
-        scores = reconstruction_scores(proxy, [layer.states for layer in layers], input_ids, span, tokenizer)
+        states = [layer.states for layer in layers]
+        scores = reconstruction_scores(proxy, states, input_ids, span, tokenizer, cancelled=cancelled)
         room["reconstruction"].copy_(log_scale(scores.flatten(0, 1)))
     return features
 
