@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import warnings
 import weakref
 
@@ -92,6 +93,25 @@ def test_a_schedule_is_an_order(target, scorer, schedule, order, monkeypatch):
         cache.report()
         assert events == order * 2
     handle.remove()
+
+
+def test_proxies_on_the_same_cores_run_one_after_another(target, scorer, monkeypatch):
+    from proxykv_hf.scorers import proxy as module
+
+    extract, running, most = module.proxy_features, [], []
+
+    def slow(*args, **kwargs):
+        running.append(None)
+        time.sleep(0.05)
+        most.append(len(running))
+        features = extract(*args, **kwargs)
+        running.pop()
+        return features
+
+    monkeypatch.setattr(module, "proxy_features", slow)
+    with ProxyPrunedCache(target, scorer, POLICY, schedule="proxy_first") as cache:
+        cache.prefill(random_ids(1, TOKENS), prune=False, scorers={"one": scorer, "other": scorer, "third": scorer})
+    assert most == [1, 1, 1]
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])

@@ -115,7 +115,7 @@ class Prefill:
             known: Tokens of the whole prompt, where they are known.
 
         Raises:
-            ValueError, UnsupportedModelError: What a scorer refuses, before any work.
+            ValueError, UnsupportedModelError: What a scorer refuses, before the target does any work.
         """
         self._drafts = drafts
         self._note(call, shape)
@@ -131,6 +131,10 @@ class Prefill:
             except Exception as error:
                 self._fail(name, error)
                 break
+            if self.schedule == "proxy_first":  # before the next one is launched
+                started = time.perf_counter()
+                self._runs[name].wait()
+                self._note_wait(time.perf_counter() - started)
         observers = [run for name, run in self._runs.items() if self.scorers[name].observes]
 
         def watch(observation: Observation) -> None:
@@ -142,11 +146,6 @@ class Prefill:
             layer.watch = watch
         if observers:
             self.taps.extend(attention.tap_hidden(self.target))
-        if self.schedule == "proxy_first":
-            started = time.perf_counter()
-            for run in self._runs.values():
-                run.wait()
-            self._note_wait(time.perf_counter() - started)
 
     @property
     def scores_ahead(self) -> bool:
