@@ -93,6 +93,7 @@ class Prefill:
         self._chunks: list[Tensor | None] = []
         self._mask: Tensor | None = None
         self._pads: tuple[int, ...] = ()  # of the batch's rows so far
+        self._firsts: tuple[int, ...] = ()  # see `Observation`
         self._positions: list[Tensor] = []
         self._ids_tell_rows = True
         self._drafts = 0
@@ -138,7 +139,7 @@ class Prefill:
         observers = [run for name, run in self._runs.items() if self.scorers[name].observes]
 
         def watch(observation: Observation) -> None:
-            seen = replace(observation, pads=self._pads)
+            seen = replace(observation, pads=self._pads, firsts=self._firsts)
             for run in observers:
                 run.observe(seen)
 
@@ -186,6 +187,19 @@ class Prefill:
         self._positions.append(positions.expand(shape[0], -1).cpu())
         self._mask = mask
         self._pads = () if mask is None else tuple((~mask.bool()).sum(1).tolist())
+        self._firsts = self._first_copies()
+
+    def _first_copies(self) -> tuple[int, ...]:
+        """For each batch row the first that was the same before the newest chunk, and is in it."""
+        ids, positions = self._chunks[-1], self._positions[-1]
+        if self.batch == 1 or ids is None or not self._ids_tell_rows:
+            return tuple(range(self.batch))
+        before, pads = self._firsts or (0,) * self.batch, self._pads or (0,) * self.batch
+        places: dict[object, int] = {}
+        return tuple(
+            places.setdefault((before[row], pads[row], *ids[row].tolist(), *positions[row].tolist()), row)
+            for row in range(self.batch)
+        )
 
     def crop(self, count: int, seen: int) -> None:
         """The last ``count`` of ``seen`` tokens were taken back."""

@@ -58,6 +58,8 @@ class Observation:
         softcap: Cap of the logits (Gemma 2), or None.
         columns: N.
         pads: `[B]`, padding columns of each batch row so far, in a row that is all padding N; empty without padding.
+        firsts: `[B]`, for each batch row the first that holds the same so far; later chunks may tell them apart. Empty
+            if no two do, as far as is known.
     """
 
     layer: int
@@ -68,6 +70,7 @@ class Observation:
     softcap: float | None
     columns: int
     pads: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()
 
     def without_states(self, query: Tensor) -> Observation:
         """To keep: another query, and none of the large tensors."""
