@@ -11,10 +11,11 @@ import weakref
 import pytest
 import torch
 from test_proxy import POLICY, make_mapper
-from tiny import pad_left, random_ids, random_scores, tiny_model
+from tiny import pad_left, random_ids, random_scores, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 
 from proxykv_hf import (
+    FeatureRecipe,
     FixedScorer,
     InvalidInputError,
     ProxyKVConfig,
@@ -23,6 +24,7 @@ from proxykv_hf import (
     ProxyScorer,
     RetentionPolicy,
     ScoringError,
+    StaticAlignmentScorer,
     with_proxykv,
 )
 from proxykv_hf._compat import call_forward
@@ -147,7 +149,25 @@ def test_the_full_cache_never_exists_where_the_proxy_is_first():
     assert report.bytes_peak < 0.42 * report.bytes_full
     features = 4 * scorer.mapper.config.channels * 1000
     scores = 4 * 12 * 2 * 1000
-    assert features < report.bytes_peak_proxy < 1.2 * (features + scores)
+    states = 4 * 2 * 2 * 8 * 1000  # K and V of one of its layers
+    assert report.bytes_peak_proxy == features + states + scores
+
+
+def test_what_a_proxy_holds_at_once_is_counted_together(target):
+    """Scores of all rows, beside what the last and longest of them needs."""
+    ids, mask = pad_left([random_ids(1, TOKENS)[0], random_ids(1, 41)[0]])
+    proxy = tiny_model("qwen2", 1, layers=2).model
+    recipe = FeatureRecipe(("reconstruction",), 2)
+    scores = 4 * 3 * 2 * TOKENS
+    states = 4 * 2 * 2 * 2 * 8 * TOKENS  # K and V
+    own = features = 4 * 2 * 2 * TOKENS  # the proxy's KVzip scores, and what is made of them
+    for scorer, expected in (
+        (ProxyScorer(proxy, make_mapper(target, proxy, recipe)), 2 * scores + features + states + own),
+        (StaticAlignmentScorer(proxy, tiny_tokenizer()), 2 * scores + states + own + scores),
+    ):
+        with ProxyPrunedCache(target, scorer, POLICY, strict=True, tokenizer=tiny_tokenizer()) as cache:
+            cache.prefill(ids, mask)
+            assert cache.report().bytes_peak_proxy == expected
 
 
 @pytest.mark.parametrize("ready_after", [0, 1, 2])

@@ -114,7 +114,7 @@ def proxy_features(
         context: ``(start, stop)``, what ``reconstruction`` repeats; all by default.
         tokenizer: The proxy's, for ``reconstruction``.
         cancelled: Asked after each layer, and while the proxy repeats the context in each too.
-        holds: Told after each layer how many bytes features, K and V take.
+        holds: Told after each layer how many bytes features, K and V take, and with ``reconstruction`` its scores too.
 
     Returns: `[C, n]`, float32, on the proxy's device.
 
@@ -160,6 +160,7 @@ def proxy_features(
         span = (0, len(input_ids)) if context is None else context
         states = [layer.states for layer in layers]
         scores = reconstruction_scores(proxy, states, input_ids, span, tokenizer, cancelled=cancelled)
+        holds(features.nbytes + sum(layer.bytes for layer in layers) + scores.nbytes)
         room["reconstruction"].copy_(log_scale(scores.flatten(0, 1)))
     return features
 

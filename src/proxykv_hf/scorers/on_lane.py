@@ -108,6 +108,8 @@ class LaneUse:
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self.bytes_peak = 0
+        self.bytes_scores = 0
+        """Of all rows, held while each row is scored."""
         self._device = device
 
     @contextlib.contextmanager
@@ -120,8 +122,8 @@ class LaneUse:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def holds(self, count: int) -> None:
-        """So many bytes of features, KV and scores are held now."""
-        self.bytes_peak = max(self.bytes_peak, count)
+        """So many bytes of one row's features, KV and scores are held now."""
+        self.bytes_peak = max(self.bytes_peak, self.bytes_scores + count)
 
 
 class _LaneRun(ScorerRun):
@@ -142,7 +144,7 @@ class _LaneRun(ScorerRun):
         def work(cancelled: Callable[[], bool]) -> Tensor:
             shape = (len(rows), geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
             scores = torch.zeros(shape, dtype=torch.float32, device=scorer.proxy.device)
-            use.holds(scores.nbytes)
+            use.bytes_scores = scores.nbytes
             for row, ids in enumerate(rows):
                 scores[row, :, :, prompt.pads[row] :] = scorer.score_row(
                     ids, prompt.contexts[row], request, use, cancelled

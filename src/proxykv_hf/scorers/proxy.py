@@ -82,6 +82,7 @@ class ProxyScorer(LaneScorer):
             )
         with use.timed("mapper"):
             scores: Tensor = self.mapper(features[None], cancelled)[0]
+        use.holds(features.nbytes + scores.nbytes)
         return scores
 
 

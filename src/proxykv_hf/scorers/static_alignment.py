@@ -73,9 +73,10 @@ class StaticAlignmentScorer(LaneScorer):
             call_forward(self.proxy, input_ids=input_ids.to(self.proxy.device)[None], cache=cache, use_cache=True)
             layers: list[Any] = cache.layers
             states = [(layer.keys, layer.values) for layer in layers]
-            use.holds(sum(keys.nbytes + values.nbytes for keys, values in states))
             scores = reconstruction_scores(self.proxy, states, input_ids, context, self.tokenizer, cancelled=cancelled)
-        return align(scores, request.geometry, self._layers(request.geometry))
+        aligned = align(scores, request.geometry, self._layers(request.geometry))
+        use.holds(sum(keys.nbytes + values.nbytes for keys, values in states) + scores.nbytes + aligned.nbytes)
+        return aligned
 
 
 class _AskingCache(DynamicCache):
