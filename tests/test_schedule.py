@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -371,6 +372,40 @@ def test_what_is_kept_is_allocated_before_the_activations(target, scorer, alloca
         assert rooms == [list(range(place, layers)) if reserved else [] for place in range(layers)]
         report = cache.report()
         assert report.bytes_kept == sum(tensor.nbytes for tensor in cache.tensors())
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_room_is_made_where_each_layer_computes(ragged):
+    """Of a model on two devices, layers 0, 1 and 3 on one and 2 and 4 on the other; one layer is not known."""
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    devices, asked = [cpu, None, other, cpu, other], []
+    pruner = Pruner(torch.ones(1, 5, 2, 9, dtype=torch.bool), torch.zeros(1, dtype=torch.long), ragged)
+    rooms = []
+    for place, device in enumerate(devices):
+        keys = torch.empty(1, 2, 9, 8, device=device or cpu)
+        pruner.reserve(keys, keys, place, lambda: asked.append(None) or devices)
+        rooms.append({at: storage.keys.device for at, storage in pruner._reserved.items()})
+        del pruner._reserved[place]
+    assert rooms == [
+        {0: cpu, 1: cpu, 3: cpu},
+        {1: cpu, 3: cpu},
+        {3: cpu, 2: other, 4: other},
+        {3: cpu, 4: other},
+        {4: other},
+    ]
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_where_each_layer_computes_is_asked_of_the_target(kind):
+    target = tiny_model(kind, layers=4)
+    full = [index for index, layer in enumerate(target.model.layers) if kind == "llama" or index % 2]
+    target.model.layers[3].to("meta")
+    for part in target.model.layers[3].modules():
+        part._hf_hook = SimpleNamespace(execution_device="cuda:1")
+    with ProxyPrunedCache(target, None, POLICY) as cache:
+        expected = [torch.device("cuda:1") if index == 3 else torch.device("cpu") for index in full]
+        assert cache._devices_of_layers() == expected
 
 
 def test_a_cache_that_is_dropped_stops_its_lane(target, scorer, monkeypatch):
