@@ -7,8 +7,10 @@ Three sources, alone or together, in this order of channels:
 - ``hidden``: the RMS-normalised hidden states after chosen layers, nothing quadratic about them;
 - ``reconstruction``: the proxy's own KVzip scores (arXiv 2505.23416).
 
-Weights and scores are on a log scale, since they span six decades. No N x N tensor is ever made, and
-without ``reconstruction`` each layer's K and V are dropped as soon as the layer is done.
+Weights and scores are on a log scale, since they span six decades. Nothing here is N x N, and without
+``reconstruction`` each layer's K and V are dropped as soon as the layer is done. transformers itself makes
+a mask `[1, 1, N, N]` for a proxy with sliding windows or eager attention, and eager attention its weights
+where ``attention`` is not among the sources: long texts want a proxy of full attention under ``sdpa``.
 """
 
 from __future__ import annotations

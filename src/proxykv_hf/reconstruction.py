@@ -6,6 +6,10 @@ forward over ``repeat prompt + chat suffix + chunk`` at positions that follow th
 layer the attention of these queries over exactly [4 sink tokens, the chunk, the queries themselves
 (causal)]; a KV pair's score is the largest weight that any query of any query head of its group
 gives it.
+
+The softmax of a chunk is over that chunk, so in the last one, if it is short, fewer tokens share the weight and score
+higher than those of a whole one. As far as we know that is KVzip's own chunking, and it is kept: the scores of teachers
+and shipped mappers are of this recipe.
 """
 
 from __future__ import annotations
