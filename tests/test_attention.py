@@ -9,7 +9,7 @@ import torch
 from tiny import random_ids, random_scores, tiny_model
 from transformers import AttentionInterface
 
-from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy, UnsupportedModelError, ragged
+from proxykv_hf import FixedScorer, ProxyPrunedCache, RandomScorer, RetentionPolicy, UnsupportedModelError, ragged
 from proxykv_hf._compat import call_forward
 from proxykv_hf.attention import Lease, _Attachment
 from proxykv_hf.ragged import ragged_attention, tail_mask
@@ -179,6 +179,36 @@ def test_an_attention_implementation_we_cannot_serve_is_refused_before_anything_
         ProxyPrunedCache(model, None, policy())
     assert model.config._attn_implementation == "flex_attention"
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch, of itself
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda model: torch.compile(model),
+        lambda model: model.compile() or model,
+        lambda model: setattr(model, "forward", torch.compile(model.forward)) or model,
+        lambda model: model.model.layers[1].compile() or model,
+    ],
+)
+def test_a_model_under_torch_compile_is_refused_by_that_name(compiled):
+    model = tiny_model()
+    with pytest.raises(UnsupportedModelError, match=r"ForCausalLM under torch\.compile|OptimizedModule under torch\.c"):
+        ProxyPrunedCache(compiled(model), RandomScorer(), RetentionPolicy(0.5))
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch, of itself
+def test_parts_without_attention_may_be_compiled():
+    models = tiny_model(), tiny_model()
+    for layer in models[1].model.layers:
+        layer.mlp.compile(backend="eager")
+    logits = []
+    for model in models:
+        with ProxyPrunedCache(model, RandomScorer(), RetentionPolicy(0.5), strict=True) as cache:
+            cache.prefill(random_ids(1, 40))
+            logits.append(call_forward(model, input_ids=random_ids(1, 1), cache=cache).logits)
+    torch.testing.assert_close(logits[1], logits[0])
 
 
 def test_threads_with_caches_of_their_own_do_not_disturb_each_other():

@@ -35,6 +35,7 @@ from proxykv_hf.moments import Moments
 from proxykv_hf.rotary import Rotary
 from proxykv_hf.scorers.expected_attention import expected_weights
 from proxykv_hf.scorers.h2o import entry_order, received_attention
+from proxykv_hf.scorers.observing import ObservingRun
 from proxykv_hf.scorers.snapkv import window_scores
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
@@ -517,3 +518,28 @@ def test_moments_put_together_are_those_of_all(parts, shift):
     assert moments.count == sum(parts)
     torch.testing.assert_close(moments.mean.double(), mean, atol=1e-6 * max(1, shift), rtol=1e-6)
     torch.testing.assert_close(moments.covariance.double(), spread, atol=2e-3 if shift else 1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("chunks", [(), (16,), (16, 19, 31)])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["h2o", "expected_attention"])
+def test_copies_are_folded_once_until_a_chunk_tells_them_apart(name, padded, chunks, monkeypatch):
+    """Six batch rows: two prompts that part at column 20, the first of them three times over, and another one."""
+    model, folds = tiny_model(), []
+    for kind in ObservingRun.__subclasses__():
+
+        def counted(run, observation, row, *args, fold=kind.fold):
+            folds.append((observation.layer, row))
+            return fold(run, observation, row, *args)
+
+        monkeypatch.setattr(kind, "fold", counted)
+    one, parted, other = random_ids(3, 40)
+    parted = torch.cat([one[:20], parted[20:]])
+    rows = [one, parted, one, other, one, parted]
+    ids, mask = pad_left([row[5:] if padded and row is other else row for row in rows])
+    ours = scores_of(model, OBSERVERS[name](model), ids, mask if padded else None, chunks)
+    together = sum(stop <= 20 for stop in chunks)  # chunks in which the two are one
+    assert len(folds) == 3 * (2 * together + 3 * (len(chunks) + 1 - together))
+    for place, row in enumerate((one, parted, other[5:] if padded else other)):
+        alone = scores_of(model, OBSERVERS[name](model), row[None], chunks=[stop - 40 + len(row) for stop in chunks])
+        torch.testing.assert_close(ours[place, :, :, 40 - len(row) :], alone[0], atol=1e-4, rtol=1e-4)

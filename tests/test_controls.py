@@ -16,7 +16,7 @@ from proxykv_hf import (
     RetentionPolicy,
     StaticAlignmentScorer,
 )
-from proxykv_hf.scorers.static_alignment import align
+from proxykv_hf.scorers.static_alignment import align, proportional_layers
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 
@@ -31,14 +31,58 @@ def test_static_alignment_is_the_proxys_kvzip_carried_over(group):
     torch.testing.assert_close(scores[0], twin[[0, 0, 1, 2, 2]], atol=1e-4, rtol=1e-4)
 
 
+def geometry(*sliding):
+    """Of as many layers as there are ``sliding``, each a window or not."""
+    return ModelGeometry(len(sliding), 4, 8, 8, tuple(16 if window else None for window in sliding))
+
+
 def test_maps_of_layers_and_heads():
-    geometry = ModelGeometry(4, 4, 8, 8, (None,) * 4)
+    target, proxy = geometry(0, 0, 0, 0), geometry(0, 0, 0)
     scores = torch.arange(6.0).view(3, 2, 1)
-    assert align(scores, geometry)[:, :, 0].tolist() == [[0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3], [4, 4, 5, 5]]
-    assert align(scores, geometry, [2, 2, 0, 1])[:, 0, 0].tolist() == [4, 4, 0, 2]
-    for wrong in ([0, 1], [0, 1, 2, 3]):
-        with pytest.raises(InvalidInputError, match="layer_map: expected 4 of the proxy's layers, 0 to 2"):
-            align(scores, geometry, wrong)
+    layers = proportional_layers(proxy, target)
+    assert layers == [0, 1, 1, 2]
+    assert align(scores, target, layers)[:, :, 0].tolist() == [[0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3], [4, 4, 5, 5]]
+    assert align(scores, target, [2, 2, 0, 1])[:, 0, 0].tolist() == [4, 4, 0, 2]
+    assert proportional_layers(proxy, geometry(0)) == [0]
+
+
+def test_full_attention_layers_are_mapped_among_themselves():
+    proxy = geometry(1, 0, 1, 0, 1, 0)
+    every = proportional_layers(proxy, geometry(1, 1, 0, 1, 1, 0, 0, 1))
+    assert [every[layer] for layer in (2, 5, 6)] == [1, 3, 5]
+    assert proportional_layers(proxy, geometry(0, 0, 0, 0)) == [1, 3, 3, 5]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_every_layer_of_full_attention_is_scored(kind):
+    target, proxy = tiny_model(kind, 2, layers=4), tiny_model("gemma3", 1, layers=6)
+    with ProxyPrunedCache(target, StaticAlignmentScorer(proxy.model, tiny_tokenizer()), POLICY, strict=True) as cache:
+        scores = cache.prefill(random_ids(1, 40))["static_alignment"]
+        assert (scores[0, list(cache.geometry.full_layers)] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("layer_map", "message"),
+    [
+        ([0, 1], "expected 3 of the proxy's layers, 0 to 3"),
+        ([0, 1, 4], "expected 3 of the proxy's layers, 0 to 3"),
+        ([1, 2, 3], r"got the proxy's layers \[2\], which have a sliding window.*full attention: \[1, 3\]"),
+    ],
+)
+def test_maps_that_do_not_suit_are_refused_before_the_prefill(layer_map, message):
+    target, proxy, calls = tiny_model(), tiny_model("gemma3", layers=4), []
+    target.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(None))
+    scorer = StaticAlignmentScorer(proxy.model, tiny_tokenizer(), layer_map=layer_map)
+    with ProxyPrunedCache(target, scorer, POLICY) as cache, pytest.raises(InvalidInputError, match=message):
+        cache.prefill(random_ids(1, 40))
+    assert not calls
+
+
+def test_a_sliding_layer_of_the_proxy_may_stand_for_one_of_the_target():
+    target, proxy = tiny_model("gemma3", 2, layers=4), tiny_model("gemma3", layers=4)
+    scorer = StaticAlignmentScorer(proxy.model, tiny_tokenizer(), layer_map=[0, 1, 2, 3])
+    with ProxyPrunedCache(target, scorer, POLICY, strict=True) as cache:
+        assert cache.prefill(random_ids(1, 40))
 
 
 def test_the_head_prior_fills_the_best_heads_first():

@@ -126,6 +126,10 @@ def test_what_cannot_be_pruned_says_why_and_stays_whole():
         prune_dynamic_cache(ours, scores, policy())
     cache = DynamicCache()
     call_forward(model, input_ids=random_ids(1, TOKENS), cache=cache)
+    cache.offloading = True  # without a GPU it cannot be made so
+    with pytest.raises(CacheStateError, match=r"got one with offloading=True.*make it without"):
+        prune_dynamic_cache(cache, scores, policy())
+    cache.offloading = False
     with pytest.raises(ScoringError, match=r"= \[1, 3, 2, 40\], got \[1, 3, 2, 39\]"):
         prune_dynamic_cache(cache, scores[..., 1:], policy())
     with pytest.raises(ScoringError, match="NaN"):

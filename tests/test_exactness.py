@@ -8,7 +8,7 @@ from reference import Reference, ReferenceRow, slow_selection
 from tiny import KINDS, random_ids, random_scores, tiny_model
 from transformers import DynamicCache
 
-from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy
+from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy, ragged
 from proxykv_hf._compat import cache_keyword, call_forward
 
 TOKENS = 40
@@ -104,6 +104,25 @@ def test_half_precision_stays_close_to_the_reference(allocation, dtype):
     error = (ours.float() - expected).norm() / expected.norm()
     assert error < (0.1 if dtype == torch.bfloat16 else 0.02), error
     assert (uncompressed - expected).norm() / expected.norm() > 0.3  # so the bound tells them apart
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_decodes_over_ragged_heads(kind, monkeypatch):
+    """With sums in parts too, of which one is left over."""
+    monkeypatch.setattr(ragged, "LEAST_PART", 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    model = tiny_model(kind, attention="eager" if kind == "gemma2" else None)
+    ids, new = random_ids(1, TOKENS), random_ids(1, 5, seed=1)
+    logits = []
+    for enabled in (False, True):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+            ProxyPrunedCache(model, FixedScorer(random_scores(model, 1, TOKENS)), bare(0.5)) as cache,
+        ):
+            cache.prefill(ids)
+            steps = [call_forward(model, input_ids=token, cache=cache).logits for token in new.split(1, dim=1)]
+            logits.append(torch.cat([*steps, call_forward(model, input_ids=new, cache=cache).logits], dim=1).float())
+    assert (logits[0] - logits[1]).norm() < 0.1 * logits[0].norm()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])

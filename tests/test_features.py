@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 from proxykv_hf import InvalidInputError, features, logits
 from proxykv_hf._compat import call_forward
-from proxykv_hf.features import LOG_FLOOR, NEIGHBOURHOOD, WINDOW, Cancelled, FeatureRecipe, proxy_features
+from proxykv_hf.features import LOG_FLOOR, NEIGHBOURHOOD, WINDOW, FeatureRecipe, proxy_features
+from proxykv_hf.lane import Cancelled
 
 TOKENIZER = tiny_tokenizer()
 

@@ -31,7 +31,11 @@ from proxykv_hf import (
 from proxykv_hf._compat import cache_keyword, call_forward
 from proxykv_hf.features import proxy_features
 from proxykv_hf.geometry import weights_fingerprint
+from proxykv_hf.lane import Cancelled
 from proxykv_hf.pretrained import SELF_PROXY, first_layers, load_first_layers, load_proxy_scorer
+from proxykv_hf.prompt import read_prompt
+from proxykv_hf.scorers.base import ScoringRequest
+from proxykv_hf.scorers.on_lane import LaneUse
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 TOKENS = 50
@@ -152,7 +156,7 @@ def test_features_are_gone_after_finish_on_success_and_on_failure(target, scorer
     monkeypatch.setattr(module, "proxy_features", watched)
     mapper = scorer.mapper.forward
     if fails:
-        monkeypatch.setattr(scorer.mapper, "forward", lambda features: mapper(features) * torch.nan)
+        monkeypatch.setattr(scorer.mapper, "forward", lambda *args: mapper(*args) * torch.nan)
     with ProxyPrunedCache(target, scorer, POLICY) as cache:
         if fails:
             with pytest.warns(ProxyKVWarning, match="hold NaN"):
@@ -197,6 +201,33 @@ def test_waiting_has_an_end(target, scorer, monkeypatch):
         with pytest.warns(ProxyKVWarning, match=r"TimeoutError: the scores were not there after 0.2 s"):
             cache.prefill(random_ids(1, TOKENS))
         assert not [thread for thread in threading.enumerate() if thread.name == "proxykv-lane"]
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("proxykv", 2 + 2 + 2), ("static_alignment", 2 + 2)])
+def test_work_asks_in_every_layer_and_window_whether_to_go_on(target, proxy, kind, asked):
+    """Of the pass over the prompt, of the repetition, and of the mapper: `cancel` waits for no more than one."""
+    recipe = FeatureRecipe(("hidden", "reconstruction"), 2, (1,))
+    scorer = {
+        "proxykv": lambda: ProxyScorer(proxy, make_mapper(target, proxy, recipe), tokenizer=tiny_tokenizer()),
+        "static_alignment": lambda: StaticAlignmentScorer(proxy, tiny_tokenizer()),
+    }[kind]()
+    ids = random_ids(1, TOKENS)
+    request = ScoringRequest(
+        read_prompt(ids, None, None, None, ids.shape)[0], target, ModelGeometry.from_config(target.config), None
+    )
+
+    def run(stop_at):
+        questions = iter(range(1000))
+        try:
+            use = LaneUse(torch.device("cpu"))
+            scorer.score_row(ids[0], (0, TOKENS), request, use, lambda: next(questions) == stop_at)
+        except Cancelled:
+            assert next(questions) == stop_at + 1
+            return True
+        assert next(questions) == asked
+        return False
+
+    assert [run(stop_at) for stop_at in range(asked + 1)] == [True] * asked + [False]
 
 
 def test_what_can_be_refused_is_refused_before_the_prefill(target, proxy, scorer):
@@ -304,6 +335,33 @@ def test_the_targets_own_first_layers_can_be_the_proxy(target, tmp_path):
     assert out.shape == (1, TOKENS + 4)
 
 
+@pytest.mark.parametrize("itself", [True, False])
+def test_a_proxy_that_repeats_takes_the_targets_tokenizer_where_it_has_none(target, tmp_path, itself):
+    cut = first_layers(target, 2)
+    recipe = FeatureRecipe(("reconstruction",), 2)
+    mapper = make_mapper(target, cut, recipe, whole_proxy=target, proxy_id=SELF_PROXY if itself else "some/proxy")
+    mapper.save_pretrained(tmp_path)
+    proxy = None if itself else target
+    ids = random_ids(1, TOKENS)
+    expected = mapper(proxy_features(cut, ids[0], recipe, tokenizer=tiny_tokenizer())[None])
+    with ProxyPrunedCache.from_pretrained(
+        tmp_path, target=target, tokenizer=tiny_tokenizer(), policy=POLICY, strict=True, proxy=proxy
+    ) as cache:
+        assert torch.equal(cache.prefill(ids)["proxykv"], expected)
+        cache.scorer.proxy.config.max_position_embeddings = 60
+        cache.reset()
+        with pytest.raises(InvalidInputError, match=r"at most 60 tokens.*those with which it repeats"):
+            cache.prefill(ids)
+    calls = []
+    target.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(None))
+    with (
+        ProxyPrunedCache.from_pretrained(tmp_path, target=target, policy=POLICY, proxy=proxy) as cache,
+        pytest.raises(InvalidInputError, match=r"asked to repeat the context.*give the cache \(or the scorer\) one"),
+    ):
+        cache.prefill(ids)
+    assert not calls
+
+
 def test_first_layers_compute_as_the_target_does():
     """With Gemma 2's cap on logits, which torch's fused attention leaves out, even while a cache is open."""
     target = tiny_model("gemma2", 2, attention="eager")
@@ -370,6 +428,17 @@ def test_the_mapper_goes_where_the_proxy_is(target):
     proxy = tiny_model("qwen2", 1, layers=2).model
     scorer = load_proxy_scorer(make_mapper(target, proxy), target=target, proxy=proxy, device="meta")
     assert scorer.mapper.device == scorer.proxy.device == torch.device("cpu")
+
+
+def test_a_mapper_that_is_given_stays_as_it_was(target):
+    proxy = tiny_model("qwen2", 1, layers=2).model
+    mapper = make_mapper(target, proxy)
+    assert load_proxy_scorer(mapper, target=target, proxy=proxy).mapper is mapper
+    for given in (mapper.to(torch.bfloat16), make_mapper(target, proxy).train()):
+        dtype, training = given.dtype, given.training
+        scorer = load_proxy_scorer(given, target=target, proxy=proxy)
+        assert (given.dtype, given.training) == (dtype, training)
+        assert (scorer.mapper.dtype, scorer.mapper.training) == (torch.float32, False)
 
 
 def kept_counts(cache):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import warnings
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_proxy import POLICY, make_mapper
-from tiny import pad_left, random_ids, random_scores, tiny_model
+from tiny import pad_left, random_ids, random_scores, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 
 from proxykv_hf import (
+    FeatureRecipe,
     FixedScorer,
     InvalidInputError,
     ProxyKVConfig,
@@ -21,6 +25,7 @@ from proxykv_hf import (
     ProxyScorer,
     RetentionPolicy,
     ScoringError,
+    StaticAlignmentScorer,
     with_proxykv,
 )
 from proxykv_hf._compat import call_forward
@@ -93,6 +98,25 @@ def test_a_schedule_is_an_order(target, scorer, schedule, order, monkeypatch):
     handle.remove()
 
 
+def test_proxies_on_the_same_cores_run_one_after_another(target, scorer, monkeypatch):
+    from proxykv_hf.scorers import proxy as module
+
+    extract, running, most = module.proxy_features, [], []
+
+    def slow(*args, **kwargs):
+        running.append(None)
+        time.sleep(0.05)
+        most.append(len(running))
+        features = extract(*args, **kwargs)
+        running.pop()
+        return features
+
+    monkeypatch.setattr(module, "proxy_features", slow)
+    with ProxyPrunedCache(target, scorer, POLICY, schedule="proxy_first") as cache:
+        cache.prefill(random_ids(1, TOKENS), prune=False, scorers={"one": scorer, "other": scorer, "third": scorer})
+    assert most == [1, 1, 1]
+
+
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_all_schedules_keep_the_same(target, scorer, allocation):
     ids, mask = pad_left([random_ids(1, TOKENS)[0], random_ids(1, 41)[0]])
@@ -126,7 +150,25 @@ def test_the_full_cache_never_exists_where_the_proxy_is_first():
     assert report.bytes_peak < 0.42 * report.bytes_full
     features = 4 * scorer.mapper.config.channels * 1000
     scores = 4 * 12 * 2 * 1000
-    assert features < report.bytes_peak_proxy < 1.2 * (features + scores)
+    states = 4 * 2 * 2 * 8 * 1000  # K and V of one of its layers
+    assert report.bytes_peak_proxy == features + states + scores
+
+
+def test_what_a_proxy_holds_at_once_is_counted_together(target):
+    """Scores of all rows, beside what the last and longest of them needs."""
+    ids, mask = pad_left([random_ids(1, TOKENS)[0], random_ids(1, 41)[0]])
+    proxy = tiny_model("qwen2", 1, layers=2).model
+    recipe = FeatureRecipe(("reconstruction",), 2)
+    scores = 4 * 3 * 2 * TOKENS
+    states = 4 * 2 * 2 * 2 * 8 * TOKENS  # K and V
+    own = features = 4 * 2 * 2 * TOKENS  # the proxy's KVzip scores, and what is made of them
+    for scorer, expected in (
+        (ProxyScorer(proxy, make_mapper(target, proxy, recipe)), 2 * scores + features + states + own),
+        (StaticAlignmentScorer(proxy, tiny_tokenizer()), 2 * scores + states + own + scores),
+    ):
+        with ProxyPrunedCache(target, scorer, POLICY, strict=True, tokenizer=tiny_tokenizer()) as cache:
+            cache.prefill(ids, mask)
+            assert cache.report().bytes_peak_proxy == expected
 
 
 @pytest.mark.parametrize("ready_after", [0, 1, 2])
@@ -215,7 +257,7 @@ def test_refusals_come_before_any_work(target, scorer, schedule):
 @pytest.mark.parametrize("strict", [False, True])
 def test_scores_that_are_nan_leave_the_cache_whole_or_raise(target, scorer, schedule, strict, monkeypatch):
     mapper = scorer.mapper.forward
-    monkeypatch.setattr(scorer.mapper, "forward", lambda features: mapper(features) * torch.nan)
+    monkeypatch.setattr(scorer.mapper, "forward", lambda *args: mapper(*args) * torch.nan)
     with ProxyPrunedCache(target, scorer, POLICY, schedule=schedule, strict=strict) as cache:
         if strict:
             with pytest.raises(ScoringError, match="hold NaN"):
@@ -234,12 +276,15 @@ def test_scores_that_are_nan_leave_the_cache_whole_or_raise(target, scorer, sche
 def test_a_proxy_without_memory_beside_the_target_runs_after_it(target, scorer, monkeypatch):
     from proxykv_hf.scorers import proxy as module
 
-    extract, attempts = module.proxy_features, []
+    extract, attempts, left = module.proxy_features, [], []
 
     def crowded(*args, **kwargs):
         attempts.append(None)
         if len(attempts) == 1:
+            large = torch.ones(1000)
+            left.append(weakref.ref(large))
             raise torch.OutOfMemoryError("CUDA out of memory")
+        assert [ref() for ref in left] == [None]  # what the first had made would be in its way
         return extract(*args, **kwargs)
 
     monkeypatch.setattr(module, "proxy_features", crowded)
@@ -327,6 +372,40 @@ def test_what_is_kept_is_allocated_before_the_activations(target, scorer, alloca
         assert rooms == [list(range(place, layers)) if reserved else [] for place in range(layers)]
         report = cache.report()
         assert report.bytes_kept == sum(tensor.nbytes for tensor in cache.tensors())
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_room_is_made_where_each_layer_computes(ragged):
+    """Of a model on two devices, layers 0, 1 and 3 on one and 2 and 4 on the other; one layer is not known."""
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    devices, asked = [cpu, None, other, cpu, other], []
+    pruner = Pruner(torch.ones(1, 5, 2, 9, dtype=torch.bool), torch.zeros(1, dtype=torch.long), ragged)
+    rooms = []
+    for place, device in enumerate(devices):
+        keys = torch.empty(1, 2, 9, 8, device=device or cpu)
+        pruner.reserve(keys, keys, place, lambda: asked.append(None) or devices)
+        rooms.append({at: storage.keys.device for at, storage in pruner._reserved.items()})
+        del pruner._reserved[place]
+    assert rooms == [
+        {0: cpu, 1: cpu, 3: cpu},
+        {1: cpu, 3: cpu},
+        {3: cpu, 2: other, 4: other},
+        {3: cpu, 4: other},
+        {4: other},
+    ]
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_where_each_layer_computes_is_asked_of_the_target(kind):
+    target = tiny_model(kind, layers=4)
+    full = [index for index, layer in enumerate(target.model.layers) if kind == "llama" or index % 2]
+    target.model.layers[3].to("meta")
+    for part in target.model.layers[3].modules():
+        part._hf_hook = SimpleNamespace(execution_device="cuda:1")
+    with ProxyPrunedCache(target, None, POLICY) as cache:
+        expected = [torch.device("cuda:1") if index == 3 else torch.device("cpu") for index in full]
+        assert cache._devices_of_layers() == expected
 
 
 def test_a_cache_that_is_dropped_stops_its_lane(target, scorer, monkeypatch):

@@ -77,8 +77,8 @@ def check_consumed() -> None:
         raise UnsupportedModelError(
             "expected the model's attention to hand the cache's keys to transformers' "
             "AttentionInterface unchanged, but they never arrived there: the model computes attention "
-            "in its own way, or its attention implementation was set while a cache was open "
-            "(set it before the cache is made)"
+            "in its own way, or its attention implementation was set while a cache was open (set it before the cache "
+            "is made), or it was put under torch.compile (which the cache cannot take part in)"
         )
 
 
@@ -182,6 +182,14 @@ class _Attachment:
     _configs: ClassVar[Counter[int]] = Counter()  # models may be built from one config object
 
     def __init__(self, model: PreTrainedModel) -> None:
+        if any(_is_compiled(module) and attention_modules(module) for module in model.modules()):
+            raise UnsupportedModelError(
+                f"expected a model whose attention runs as it is written, got {type(model).__name__} under "
+                "torch.compile, in which the cache cannot take its part: pass the model itself and generate with it, "
+                "uncompiled (after compiled = torch.compile(model) that is still `model`; after model.compile() load "
+                "it anew). Parts without attention may be compiled: for layer in model.model.layers: "
+                "layer.mlp.compile()"
+            )
         configs = {id(config): config for config in _attention_configs(model)}
         self._saved = [(config, str(config._attn_implementation).removeprefix(PREFIX)) for config in configs.values()]
         self._backends = {name for _, name in self._saved}
@@ -243,6 +251,15 @@ class _Attachment:
                     del self._names[name]
                     AttentionInterface._global_mapping.pop(PREFIX + name, None)
                     AttentionMaskInterface._global_mapping.pop(PREFIX + name, None)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` made it, ``module.compile()`` was called or its forward is compiled."""
+    return (
+        "_orig_mod" in module._modules
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
 
 
 def _attention_configs(model: PreTrainedModel) -> Iterator[Any]:

@@ -70,7 +70,7 @@ class ProxyPrunedCache(DynamicCache):
             Tokens outside are kept and do not count in the budget's total.
         strict: Raise if scoring fails, instead of going on uncompressed with a `ProxyKVWarning`.
         timeout: Seconds to wait for scores, before the target's prefill and once it is over; after them scoring
-            has failed.
+            has failed, as soon as the layer in hand, or the mapper's window, is through.
         schedule: When a scorer's proxy runs: ``"overlap"``, beside the target's prefill; ``"proxy_first"``,
             before it, for the lowest peak memory; ``"sequential"``, after it, for measuring. By default
             ``"proxy_first"`` if both would compute on the same CPU cores, else ``"overlap"``.
@@ -465,7 +465,8 @@ class ProxyPrunedCache(DynamicCache):
             return whole
         assert self._pruner is not None
         with self._pruning():
-            self._pruner.reserve(key_states, value_states, self.geometry.full_layers.index(layer_idx))
+            place = self.geometry.full_layers.index(layer_idx)
+            self._pruner.reserve(key_states, value_states, place, self._devices_of_layers)
             self._prune_layer(layer, key_states, value_states, key_states.nbytes + value_states.nbytes)
         attention.hand_over(key_states, value_states, layer)  # which holds nothing, and lets the back end attend
         return key_states, value_states
@@ -749,6 +750,13 @@ class ProxyPrunedCache(DynamicCache):
                 self._prune_layer(layer, keys.expand(rows), values.expand(rows))
         if all(layer.is_initialized for layer in self.layers):
             self._pruner = None
+
+    def _devices_of_layers(self) -> list[torch.device | None]:
+        """Where each full-attention layer computes, as far as its attention can be found."""
+        modules: dict[Any, nn.Module] = {
+            module.layer_idx: module for module in attention.attention_modules(self.target.get_decoder())
+        }
+        return [device_of(modules[layer]) if layer in modules else None for layer in self.geometry.full_layers]
 
     def _prune_layer(self, layer: PrunedLayer, keys: Tensor, values: Tensor, fresh: int = 0) -> None:
         """Put what is kept of `[B, H, N, D]` and `[B, H, N, Dv]`, ``fresh`` bytes beside the cache, in its place."""

@@ -40,7 +40,7 @@ def prune_dynamic_cache(
         context: What may be evicted, in each row's own positions.
 
     Raises:
-        CacheStateError: An empty cache, or one that is pruned already.
+        CacheStateError: An empty cache, one that is pruned already, or one that offloads its layers.
         ScoringError: Scores of a wrong shape, or with NaN.
         InvalidInputError: A target is needed and none was given, or a mask of another shape.
         InvalidPolicyError: ``policy`` is not a `RetentionPolicy`.
@@ -49,6 +49,11 @@ def prune_dynamic_cache(
     if type(cache) is not DynamicCache:
         raise CacheStateError(
             f"expected a plain DynamicCache, got {type(cache).__name__}; a ProxyPrunedCache has compress()"
+        )
+    if cache.offloading:
+        raise CacheStateError(
+            "expected a DynamicCache whose layers stay where they are, got one with offloading=True, which moves each "
+            "layer between two forwards, and a pruned one cannot be moved: make it without"
         )
     layers: list[Any] = cache.layers
     places = [index for index, layer in enumerate(layers) if not isinstance(layer, DynamicSlidingWindowLayer)]

@@ -7,8 +7,10 @@ Three sources, alone or together, in this order of channels:
 - ``hidden``: the RMS-normalised hidden states after chosen layers, nothing quadratic about them;
 - ``reconstruction``: the proxy's own KVzip scores (arXiv 2505.23416).
 
-Weights and scores are on a log scale, since they span six decades. No N x N tensor is ever made, and
-without ``reconstruction`` each layer's K and V are dropped as soon as the layer is done.
+Weights and scores are on a log scale, since they span six decades. Nothing here is N x N, and without
+``reconstruction`` each layer's K and V are dropped as soon as the layer is done. transformers itself makes
+a mask `[1, 1, N, N]` for a proxy with sliding windows or eager attention, and eager attention its weights
+where ``attention`` is not among the sources: long texts want a proxy of full attention under ``sdpa``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from . import attention
 from ._compat import call_forward
 from .errors import InvalidInputError
 from .geometry import ModelGeometry
+from .lane import Cancelled
 from .logits import causal_weights
 from .reconstruction import reconstruction_scores
 
@@ -93,10 +96,6 @@ class FeatureRecipe:
         return dataclasses.asdict(self)
 
 
-class Cancelled(Exception):
-    """The features are not wanted any more."""
-
-
 @torch.no_grad()
 def proxy_features(
     proxy: PreTrainedModel,
@@ -116,8 +115,8 @@ def proxy_features(
         recipe: What to extract.
         context: ``(start, stop)``, what ``reconstruction`` repeats; all by default.
         tokenizer: The proxy's, for ``reconstruction``.
-        cancelled: Asked after each layer.
-        holds: Told after each layer how many bytes features, K and V take.
+        cancelled: Asked after each layer, and while the proxy repeats the context in each too.
+        holds: Told after each layer how many bytes features, K and V take, and with ``reconstruction`` its scores too.
 
     Returns: `[C, n]`, float32, on the proxy's device.
 
@@ -128,7 +127,8 @@ def proxy_features(
     if "reconstruction" in recipe.sources and tokenizer is None:
         raise InvalidInputError("the source 'reconstruction' asks the proxy to repeat: give its tokenizer")
     own_thread = threading.get_ident()
-    features = torch.empty(recipe.channels(proxy.config), len(input_ids), device=proxy.device)
+    shape = (recipe.channels(proxy.config), len(input_ids))
+    features = torch.empty(shape, dtype=torch.float32, device=proxy.device)
     room = dict(zip(recipe.sources, features.split(list(recipe.sizes(proxy.config).values())), strict=True))
 
     def after(layer: int) -> Callable[..., None]:
@@ -160,7 +160,9 @@ def proxy_features(
             handle.remove()
     if tokenizer is not None and "reconstruction" in room:
         span = (0, len(input_ids)) if context is None else context
-        scores = reconstruction_scores(proxy, [layer.states for layer in layers], input_ids, span, tokenizer)
+        states = [layer.states for layer in layers]
+        scores = reconstruction_scores(proxy, states, input_ids, span, tokenizer, cancelled=cancelled)
+        holds(features.nbytes + sum(layer.bytes for layer in layers) + scores.nbytes)
         room["reconstruction"].copy_(log_scale(scores.flatten(0, 1)))
     return features
 

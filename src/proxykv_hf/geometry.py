@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import UnsupportedModelError
+
+#: Of quantised weights (bitsandbytes, GPTQ, AWQ). Indices are int64 and masks bool.
+PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
 @dataclass(frozen=True)
@@ -124,19 +127,33 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
 
     None where weights are offloaded, and cannot be read.
 
-    A hash over the names and at most 16 evenly spaced values of each floating-point parameter, as
-    float32: quick, the same on every device, and independent of the parameters' layout.
+    A hash over the names and at most 16 evenly spaced values of each parameter, floating-point ones as float32: quick,
+    the same on every device, and independent of the parameters' layout. Quantised modules count with their buffers.
     """
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.is_meta:
+    for name, weights in sorted(_weights(model).items()):
+        if weights.is_meta:
             return None
-        if parameter.is_floating_point() and parameter.numel():
-            step = max(1, parameter.numel() // 16)
-            places = torch.arange(0, parameter.numel(), step, device=parameter.device)[:16]
-            sample = parameter.detach().flatten()[places].float().cpu()
+        if weights.numel():
+            step = max(1, weights.numel() // 16)
+            places = torch.arange(0, weights.numel(), step, device=weights.device)[:16]
+            sample = weights.detach().flatten()[places].cpu()
+            sample = sample.float() if sample.is_floating_point() else sample.long()
             digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by name, and the buffers of modules that hold packed integers for a weight, scales among them.
+
+    Other buffers are what the config says, and no weights.
+    """
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        buffers = dict(module.named_buffers(prefix, recurse=False))
+        if any(tensor.dtype in PACKED for tensor in (*buffers.values(), *module.parameters(recurse=False))):
+            weights |= buffers
+    return weights
 
 
 def are_other_weights(model: PreTrainedModel, fingerprint: str | None) -> bool:

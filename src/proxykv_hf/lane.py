@@ -16,6 +16,10 @@ from .errors import InvalidInputError
 T = TypeVar("T")
 
 
+class Cancelled(Exception):
+    """The work's result is not wanted any more."""
+
+
 def usable_device(device: torch.device | str) -> torch.device:
     """``device``, where torch can compute on it here.
 
@@ -115,7 +119,10 @@ class Job(Generic[T]):
         return result  # type: ignore[return-value]
 
     def cancel(self) -> None:
-        """Ask the work to stop, and wait until it has: the memory that it held is free then."""
+        """Ask the work to stop, and wait until it has: the memory that it held is free then.
+
+        Work asks back after each layer of a forward, and each window of the mapper.
+        """
         self._cancelled.set()
         if threading.current_thread() is not self._thread:  # where the collector may have brought us
             self._done.wait()

@@ -20,6 +20,7 @@ import math
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from transformers import initialization as init
 from .errors import GeometryError, InvalidInputError, ProxyKVWarning
 from .features import FeatureRecipe
 from .geometry import ModelGeometry
+from .lane import Cancelled
 
 VERSION = 1
 SIZES = ("bottleneck", "head_tokens", "encoder_heads", "window")
@@ -179,23 +181,25 @@ class HybridAxialMapper(PreTrainedModel):
             init.ones_(module.channel_std)
             init.zeros_(module.prior)
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor, cancelled: Callable[[], bool] = lambda: False) -> Tensor:
         """Scores of every KV pair.
 
         Args:
             features: `[B, C, N]`, as `proxy_features` gives them, any float dtype.
+            cancelled: Asked before each window.
 
         Returns: `[B, L, H, N]`, float32, natural logarithms; zero in sliding-window layers.
 
         Raises:
             InvalidInputError: Not three axes, or another C.
+            Cancelled: ``cancelled()`` became true.
         """
         if features.dim() != 3 or features.shape[1] != self.config.channels:
             raise InvalidInputError(
                 f"features: expected [B, C = {self.config.channels}, N], got {list(features.shape)}: "
                 "extract them with the mapper's own feature recipe (config.feature_recipe)"
             )
-        return self.score(self.project(features))
+        return self.score(self.project(features), cancelled)
 
     def project(self, features: Tensor) -> Tensor:
         """Stage 1, pointwise: standardised features `[B, C, N]` to the bottleneck, `[B, N, R]`."""
@@ -206,19 +210,21 @@ class HybridAxialMapper(PreTrainedModel):
             parts.append(self.compress(self.dropout(standard).transpose(1, 2)))
         return torch.cat(parts, dim=1)
 
-    def score(self, projected: Tensor) -> Tensor:
-        """All that follows: the bottleneck `[B, N, R]` to scores `[B, L, H, N]`."""
+    def score(self, projected: Tensor, cancelled: Callable[[], bool] = lambda: False) -> Tensor:
+        """All that follows: the bottleneck `[B, N, R]` to scores `[B, L, H, N]`; see `forward`."""
         batch, tokens, _ = projected.shape
         config, margin = self.config, self.config.kernel_size // 2
         scores = self.heads.direct(projected)  # [B, N, T]
         stem_input = functional.pad(self.dropout(functional.gelu(projected)), (0, 0, margin, margin))
         blended, weights = torch.zeros_like(scores), scores.new_zeros(tokens, 1)
         for start, stop in _windows(tokens, config.window, config.overlap):
-            weight = _seam_weight(start, stop, tokens, config.overlap).to(scores)[:, None]  # [n, 1]
+            if cancelled():
+                raise Cancelled
+            weight = _seam_weight(start, stop, tokens, config.overlap).to(scores.device)[:, None]  # [n, 1]
             head_tokens = self._encode(stem_input[:, start : stop + 2 * margin], start)
             blended[:, start:stop] += weight * self.heads(self.key(head_tokens), self.value(head_tokens))
             weights[start:stop] += weight
-        full = (scores + blended / weights).float().transpose(1, 2)  # [B, T, N]
+        full = (scores + blended / weights).transpose(1, 2)  # [B, T, N]
         whole = full.new_zeros(batch, *self.prior.shape, tokens)
         whole[:, list(config.target.full_layers)] = full.unflatten(1, (-1, whole.shape[2]))
         return whole
@@ -324,8 +330,13 @@ class _TargetHeads(nn.Module):
         self.linear = nn.Parameter(torch.empty(heads, bottleneck))
 
     def direct(self, compressed: Tensor) -> Tensor:
-        """The linear path and the bias: `[B, N, R]` to `[B, N, T]`."""
-        return functional.linear(compressed, self.linear, self.bias)
+        """The linear path and the bias: `[B, N, R]` to `[B, N, T]`, float32.
+
+        Under autocast too: scores about the bias, a prior of -6 say, are a few hundred numbers only in bfloat16, and
+        what is kept is decided among them.
+        """
+        with torch.autocast(compressed.device.type, enabled=False):
+            return functional.linear(compressed.float(), self.linear.float(), self.bias.float())
 
     def forward(self, key: Tensor, value: Tensor) -> Tensor:
         """``sum_m softmax_m(q_h . k_m / sqrt(d)) * (w_h . v_m)``: `[B, n, M, d]` twice to `[B, n, T]`.
@@ -376,8 +387,8 @@ def _windows(tokens: int, window: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def _seam_weight(start: int, stop: int, tokens: int, overlap: int) -> Tensor:
-    """A window's say at each of its places, `[n]`: rises and falls linearly at seams, not at the text's ends."""
-    steps = torch.arange(1, stop - start + 1) / (overlap + 1)
+    """A window's say at each of its places, `[n]`, float32: rises and falls linearly at seams, not at a text's ends."""
+    steps = torch.arange(1, stop - start + 1, dtype=torch.float32) / (overlap + 1)
     rise = steps if start > 0 else torch.ones_like(steps)
     fall = steps.flip(0) if stop < tokens else torch.ones_like(steps)
     return torch.minimum(rise, fall).clamp(max=1.0)

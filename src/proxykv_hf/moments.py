@@ -27,13 +27,14 @@ class Moments:
         """Of vectors `[..., n, D]`, n of at least 1."""
         mean = vectors.mean(-2)
         centred = vectors - mean.unsqueeze(-2)
-        return cls(vectors.shape[-2], mean, centred.mT @ centred)
+        with torch.autocast(vectors.device.type, enabled=False):  # which would round the products
+            return cls(vectors.shape[-2], mean, centred.mT @ centred)
 
     def __add__(self, other: Moments) -> Moments:
         """Of both together (Chan, Golub and LeVeque, 1979): nothing is lost where the mean is far from zero."""
         count = self.count + other.count
         step = other.mean - self.mean
-        between = torch.einsum("...i,...j->...ij", step, step) * (self.count * other.count / count)
+        between = step.unsqueeze(-1) * step.unsqueeze(-2) * (self.count * other.count / count)
         return Moments(count, self.mean + step * (other.count / count), self.scatter + other.scatter + between)
 
     def double(self) -> Moments:

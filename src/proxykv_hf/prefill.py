@@ -93,6 +93,7 @@ class Prefill:
         self._chunks: list[Tensor | None] = []
         self._mask: Tensor | None = None
         self._pads: tuple[int, ...] = ()  # of the batch's rows so far
+        self._firsts: tuple[int, ...] = ()  # see `Observation`
         self._positions: list[Tensor] = []
         self._ids_tell_rows = True
         self._drafts = 0
@@ -115,7 +116,7 @@ class Prefill:
             known: Tokens of the whole prompt, where they are known.
 
         Raises:
-            ValueError, UnsupportedModelError: What a scorer refuses, before any work.
+            ValueError, UnsupportedModelError: What a scorer refuses, before the target does any work.
         """
         self._drafts = drafts
         self._note(call, shape)
@@ -131,10 +132,14 @@ class Prefill:
             except Exception as error:
                 self._fail(name, error)
                 break
+            if self.schedule == "proxy_first":  # before the next one is launched
+                started = time.perf_counter()
+                self._runs[name].wait()
+                self._note_wait(time.perf_counter() - started)
         observers = [run for name, run in self._runs.items() if self.scorers[name].observes]
 
         def watch(observation: Observation) -> None:
-            seen = replace(observation, pads=self._pads)
+            seen = replace(observation, pads=self._pads, firsts=self._firsts)
             for run in observers:
                 run.observe(seen)
 
@@ -142,11 +147,6 @@ class Prefill:
             layer.watch = watch
         if observers:
             self.taps.extend(attention.tap_hidden(self.target))
-        if self.schedule == "proxy_first":
-            started = time.perf_counter()
-            for run in self._runs.values():
-                run.wait()
-            self._note_wait(time.perf_counter() - started)
 
     @property
     def scores_ahead(self) -> bool:
@@ -187,6 +187,19 @@ class Prefill:
         self._positions.append(positions.expand(shape[0], -1).cpu())
         self._mask = mask
         self._pads = () if mask is None else tuple((~mask.bool()).sum(1).tolist())
+        self._firsts = self._first_copies()
+
+    def _first_copies(self) -> tuple[int, ...]:
+        """For each batch row the first that was the same before the newest chunk, and is in it."""
+        ids, positions = self._chunks[-1], self._positions[-1]
+        if self.batch == 1 or ids is None or not self._ids_tell_rows:
+            return tuple(range(self.batch))
+        before, pads = self._firsts or (0,) * self.batch, self._pads or (0,) * self.batch
+        places: dict[object, int] = {}
+        return tuple(
+            places.setdefault((before[row], pads[row], *ids[row].tolist(), *positions[row].tolist()), row)
+            for row in range(self.batch)
+        )
 
     def crop(self, count: int, seen: int) -> None:
         """The last ``count`` of ``seen`` tokens were taken back."""

@@ -45,7 +45,7 @@ def load_proxy_scorer(
     """The scorer that a mapper describes.
 
     Args:
-        mapper: A Hub id, a folder, or a mapper.
+        mapper: A Hub id, a folder, or a mapper, which is copied where it would have to change.
         target: The model whose cache is to be pruned.
         proxy: A folder, an id or a model in place of the one that the mapper's config names. A model may be
             whole or cut to the layers that the mapper reads, and is taken to have the target's tokenizer.
@@ -92,7 +92,10 @@ def load_proxy_scorer(
                 ProxyKVWarning,
                 stacklevel=3,
             )
-    nn.Module.to(loaded, device=device_of(small), dtype=torch.float32).eval()
+    place = device_of(small)
+    if loaded is mapper and (loaded.training or (loaded.device, loaded.dtype) != (place, torch.float32)):
+        loaded = copy.deepcopy(loaded)  # `to` and `eval` would change the caller's
+    nn.Module.to(loaded, device=place, dtype=torch.float32).eval()
     return ProxyScorer(small, loaded, tokenizer=tokenizer, threads=threads)
 
 

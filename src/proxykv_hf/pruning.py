@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -56,8 +56,10 @@ class Pruner:
         self._ragged = ragged
         self._reserved: dict[int, DenseStorage | RaggedStorage] = {}
 
-    def reserve(self, keys: Tensor, values: Tensor, place: int) -> None:
-        """Allocate what this layer and the later ones keep, before the forward goes on.
+    def reserve(
+        self, keys: Tensor, values: Tensor, place: int, devices: Callable[[], Sequence[torch.device | None]]
+    ) -> None:
+        """Allocate what this layer and the later ones on its device keep, before the forward goes on.
 
         What stays, however small, made between large tensors that come and go, breaks up an allocator's free memory:
         the process of Qwen2.5-1.5B on a CPU grew by a hidden state a layer, many times what was kept.
@@ -66,10 +68,13 @@ class Pruner:
             keys: `[B, H, N, D]`, the layer's fresh ones; the later layers' are taken to be like them.
             values: `[B, H, N, Dv]`.
             place: Of the layer among the full-attention layers.
+            devices: Where each of these computes, or None where that is not known; asked once a device.
         """
-        if not self._reserved:
-            later = range(place, self._keep.shape[1])
-            self._reserved = {other: self._empty(keys, values, self._keep[:, other]) for other in later}
+        if place not in self._reserved:
+            here = (keys.device, None)
+            later = [other for other, device in enumerate(devices()) if other > place and device in here]
+            for other in (place, *later):
+                self._reserved[other] = self._empty(keys, values, self._keep[:, other])
 
     def _empty(self, keys: Tensor, values: Tensor, keep: Tensor) -> DenseStorage | RaggedStorage:
         """Room for what ``keep`` `[R, H, P]` marks, and in a dense one for all later columns."""

@@ -146,7 +146,8 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     whole = torch.bmm(
         weights[:, :even].unflatten(1, (parts, -1)).transpose(0, 1), values[:even].unflatten(0, (parts, -1))
     ).sum(0)
-    return whole if even == len(values) else whole.addmm_(weights[:, even:], values[even:])
+    # Not in place: autocast leaves in-place products alone, and would not make the types one.
+    return whole if even == len(values) else torch.addmm(whole, weights[:, even:], values[even:])
 
 
 def _all_heads(

@@ -6,11 +6,15 @@ forward over ``repeat prompt + chat suffix + chunk`` at positions that follow th
 layer the attention of these queries over exactly [4 sink tokens, the chunk, the queries themselves
 (causal)]; a KV pair's score is the largest weight that any query of any query head of its group
 gives it.
+
+The softmax of a chunk is over that chunk, so in the last one, if it is short, fewer tokens share the weight and score
+higher than those of a whole one. As far as we know that is KVzip's own chunking, and it is kept: the scores of teachers
+and shipped mappers are of this recipe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from . import attention
 from ._compat import call_forward
 from .chat import chat_affixes, encode
 from .geometry import ModelGeometry, device_of
+from .lane import Cancelled
 from .logits import scaled_logits
 
 RECIPE = "kvzip-1"
@@ -84,6 +89,7 @@ def reconstruction_scores(
     chunk_tokens: int = CHUNK_TOKENS,
     sink_tokens: int = SINK_TOKENS,
     prompts: tuple[str, str] = PROMPTS,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """Score the context of one prefilled prompt.
 
@@ -95,10 +101,17 @@ def reconstruction_scores(
         context: ``(start, stop)``, what is scored.
         tokenizer: The model's.
         next_position: The position id after the prompt; n by default.
+        chunk_tokens: Context tokens repeated in one forward.
+        sink_tokens: First tokens of the prompt that the scored attention sees besides the chunk.
+        prompts: See ``PROMPTS``.
+        cancelled: Asked in each layer of each chunk.
 
     Returns: `[L, H, n]`, float32, on the model's device; zero outside the context and in
         sliding-window layers. The pass holds at most a layer's copy of K and V and
         ``QUERY_BLOCK`` rows of attention at a time: memory is linear in the chunk.
+
+    Raises:
+        Cancelled: ``cancelled()`` became true.
     """
     geometry = ModelGeometry.from_config(model.config)
     tokens = len(input_ids)
@@ -111,9 +124,9 @@ def reconstruction_scores(
         for start, stop, ids in repeat_inputs(tokenizer, input_ids[slice(*context)], chunk_tokens, prompts):
             chunk = (context[0] + start, context[0] + stop)
             layers: list[Any] = [
-                _ReadOnlyLayer(keys, values, tokens)
+                _ReadOnlyLayer(keys, values, tokens, cancelled)
                 if window is not None
-                else _ScoringLayer(keys, values, tokens, chunk, min(sink_tokens, chunk[0]))
+                else _ScoringLayer(keys, values, tokens, cancelled, chunk, min(sink_tokens, chunk[0]))
                 for (keys, values), window in zip(states, geometry.sliding_windows, strict=True)
             ]
             for layer, window in zip(layers, geometry.sliding_windows, strict=True):
@@ -137,10 +150,12 @@ class _ReadOnlyLayer(DynamicLayer):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, keys: Tensor, values: Tensor, seen: int) -> None:
-        self.keys, self.values, self.seen = keys, values, seen
+    def __init__(self, keys: Tensor, values: Tensor, seen: int, cancelled: Callable[[], bool]) -> None:
+        self.keys, self.values, self.seen, self.cancelled = keys, values, seen, cancelled
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.cancelled():
+            raise Cancelled
         return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
 
     def get_seq_length(self) -> int:
@@ -154,8 +169,16 @@ class _ReadOnlyLayer(DynamicLayer):
 class _ScoringLayer(_ReadOnlyLayer):
     """The same, and scores ``chunk`` on the way."""
 
-    def __init__(self, keys: Tensor, values: Tensor, seen: int, chunk: tuple[int, int], sinks: int) -> None:
-        super().__init__(keys, values, seen)
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        seen: int,
+        cancelled: Callable[[], bool],
+        chunk: tuple[int, int],
+        sinks: int,
+    ) -> None:
+        super().__init__(keys, values, seen, cancelled)
         self.chunk, self.sinks = chunk, sinks
         self.scores: Tensor | None = None  # [H, chunk]
 

@@ -92,7 +92,7 @@ class Rotary:
             positions: Of at least one token.
             size: D.
         """
-        unit = torch.eye(size, device=positions.device)
+        unit = torch.eye(size, dtype=torch.float32, device=positions.device)
         if layer in self._still_layers:
             return unit
         cos, sin = (part.mean(0, keepdim=True).expand(size, -1) for part in self._angles(layer, positions))
@@ -101,7 +101,8 @@ class Rotary:
     def _angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[n, R]`, float32, R the numbers of D that are turned."""
         typed = {} if self._layer_types is None else {"layer_type": self._layer_types[layer]}
-        cos, sin = self._embedding(torch.zeros(1, device=positions.device), positions[None], **typed)
+        like = torch.zeros(1, dtype=torch.float32, device=positions.device)  # whose type sine and cosine take
+        cos, sin = self._embedding(like, positions[None], **typed)
         return cos[0], sin[0]
 
     def _turn(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class ScoringRequest:
         """`[R, L, H, N]` of one value, float32, where the target computes: for a scorer to fill in."""
         heads = (self.geometry.num_layers, self.geometry.num_key_value_heads)
         shape = (len(self.prompt.lengths), *heads, self.prompt.columns)
-        return torch.full(shape, value, device=device_of(self.target))
+        return torch.full(shape, value, dtype=torch.float32, device=device_of(self.target))
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Observation:
         softcap: Cap of the logits (Gemma 2), or None.
         columns: N.
         pads: `[B]`, padding columns of each batch row so far, in a row that is all padding N; empty without padding.
+        firsts: `[B]`, for each batch row the first that holds the same so far; later chunks may tell them apart. Empty
+            if no two do, as far as is known.
     """
 
     layer: int
@@ -68,6 +70,7 @@ class Observation:
     softcap: float | None
     columns: int
     pads: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()
 
     def without_states(self, query: Tensor) -> Observation:
         """To keep: another query, and none of the large tensors."""

@@ -67,25 +67,30 @@ class ExpectedAttentionScorer:
         return _ExpectedAttentionRun(self, self._rotaries[request.target], request)
 
 
-class _ExpectedAttentionRun(ObservingRun):
-    """Positions are counted in columns of the batch: all of a row's are shifted alike, and only distances matter."""
+class _ExpectedAttentionRun(ObservingRun[Moments]):
+    """What is folded are the queries' moments, `[Q, D]` and `[Q, D, D]`.
+
+    Positions are counted in columns of the batch: all of a row's are shifted alike, and only distances matter.
+    """
 
     def __init__(self, scorer: ExpectedAttentionScorer, rotary: Rotary, request: ScoringRequest) -> None:
         super().__init__(request)
         self.scorer, self.rotary = scorer, rotary
-        self.moments: dict[tuple[int, int], Moments] = {}  # by layer and row of the batch: [Q, D] and [Q, D, D]
         self.logits: dict[int, float | None] = {}  # by layer, the factor of the dot product
 
-    def fold(self, observation: Observation, row: int, pad: int, start: int, stop: int) -> None:
-        layer, place = observation.layer, (observation.layer, row)
+    def fold(
+        self, observation: Observation, row: int, pad: int, start: int, stop: int, before: Moments | None
+    ) -> Moments | None:
+        layer, moments = observation.layer, before
         self.logits[layer] = observation.scaling
         first = observation.columns - observation.query.shape[2]
         for begin in range(max(start, pad + self.scorer.sink_tokens), stop, TOKEN_BLOCK):
             end = min(begin + TOKEN_BLOCK, stop)
             query = observation.query[row, :, begin - first : end - first]
             positions = torch.arange(begin, end, device=query.device)
-            moments = Moments.of(self.rotary.undo(layer, query, positions))
-            self.moments[place] = self.moments[place] + moments if place in self.moments else moments
+            new = Moments.of(self.rotary.undo(layer, query, positions))
+            moments = new if moments is None else moments + new
+        return moments
 
     def finish(self, cache: WholeCache) -> Tensor:
         prompt, geometry = cache.request.prompt, cache.request.geometry
@@ -94,19 +99,17 @@ class _ExpectedAttentionRun(ObservingRun):
             states, batch_row = cache.states(row), cache.batch_row(row)
             own = pad + self.scorer.sink_tokens
             for layer in geometry.full_layers:
-                if (moments := self.moments.get((layer, batch_row))) is None or own >= prompt.columns:
+                if (moments := self.folded(layer, batch_row)) is None or own >= prompt.columns:
                     continue  # nothing but sinks
                 keys, values = (part[0, :, self.scorer.sink_tokens :] for part in states[layer])
                 future = torch.arange(self.scorer.future_tokens, device=keys.device) + prompt.columns
                 turn = self.rotary.mean_turn(layer, future, keys.shape[2])
-                weights = expected_weights(
-                    keys, moments.mean @ turn, turn.T @ moments.covariance @ turn, self.logits[layer]
-                )
+                with torch.autocast(keys.device.type, enabled=False):
+                    weights = expected_weights(
+                        keys, moments.mean @ turn, turn.T @ moments.covariance @ turn, self.logits[layer]
+                    )
                 scores[row, layer, :, own:] = (weights + self.scorer.epsilon) * values.float().norm(dim=-1)
         return scores
-
-    def cancel(self) -> None:
-        self.moments.clear()
 
 
 def expected_weights(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float | None) -> Tensor:

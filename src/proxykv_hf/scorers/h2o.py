@@ -40,35 +40,35 @@ class H2OScorer:
         return _H2ORun(self, request)
 
 
-class _H2ORun(ObservingRun):
+class _H2ORun(ObservingRun[Tensor]):
+    """What is folded is the attention received, `[H, n]`."""
+
     def __init__(self, scorer: H2OScorer, request: ScoringRequest) -> None:
         super().__init__(request)
         self.scorer = scorer
-        self.received: dict[tuple[int, int], Tensor] = {}  # by layer and row of the batch, [H, n]
 
-    def fold(self, observation: Observation, row: int, pad: int, start: int, stop: int) -> None:
+    def fold(
+        self, observation: Observation, row: int, pad: int, start: int, stop: int, before: Tensor | None
+    ) -> Tensor:
         assert observation.key is not None
         first = observation.columns - observation.query.shape[2]
         query = observation.query[row, :, start - first : stop - first]
         key = observation.key[row, :, pad:stop]
         received = received_attention(query, key, observation.scaling, observation.softcap)
-        place = (observation.layer, row)
-        if place in self.received:
-            before = self.received[place]
+        if before is not None:
             received[:, : before.shape[1]] += before
-        self.received[place] = received
+        return received
 
     def finish(self, cache: WholeCache) -> Tensor:
         prompt, geometry = cache.request.prompt, cache.request.geometry
         scores = cache.request.blank_scores()
         for row, (pad, (start, stop)) in enumerate(zip(prompt.pads, prompt.contexts, strict=True)):
             for layer in geometry.full_layers:
-                received = self.received[layer, cache.batch_row(row)][:, start:stop]
-                scores[row, layer, :, pad + start : pad + stop] = entry_order(received, self.scorer.recent_share)
+                received = self.folded(layer, cache.batch_row(row))
+                assert received is not None  # a row has tokens
+                order = entry_order(received[:, start:stop], self.scorer.recent_share)
+                scores[row, layer, :, pad + start : pad + stop] = order
         return scores
-
-    def cancel(self) -> None:
-        self.received.clear()
 
 
 def received_attention(query: Tensor, key: Tensor, scaling: float | None, softcap: float | None) -> Tensor:

@@ -66,7 +66,8 @@ class HiddenStateHeads:
     def predict(self, layer: int, hidden: Tensor) -> Tensor:
         """Log scores `[..., H, n]`, float32, of hidden states `[..., n, hidden]` that enter a layer's attention."""
         weights, bias = self.weights[layer].to(hidden.device), self.bias[layer].to(hidden.device)
-        return functional.linear(hidden.float(), weights, bias).mT
+        with torch.autocast(hidden.device.type, enabled=False):
+            return functional.linear(hidden.float(), weights, bias).mT
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``model.safetensors`` and ``config.json`` into a folder, made where missing."""

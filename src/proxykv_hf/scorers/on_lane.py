@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -23,7 +24,7 @@ class LaneScorer:
 
     Args:
         proxy: M_s, a decoder without language-model head.
-        tokenizer: The proxy's; the target's must give the same tokens.
+        tokenizer: The proxy's; the target's must give the same tokens, and stands in where None is given.
         threads: CPU threads of the lane; None for as many as torch uses elsewhere.
     """
 
@@ -42,13 +43,18 @@ class LaneScorer:
 
         Raises:
             InvalidInputError: A prompt of embeddings, one that takes more positions than the proxy has, or of
-                another tokenizer.
+                another tokenizer; no tokenizer where the proxy repeats the context.
         """
         prompt = request.prompt
+        if self.repeats and self.tokenizer_for(request) is None:
+            raise InvalidInputError(
+                "the proxy is asked to repeat the context, in words that a tokenizer has to read: give the cache "
+                "(or the scorer) one"
+            )
         rows = [prompt.row_ids(row) for row in range(len(prompt.lengths))]
         config = self.proxy.config.get_text_config(decoder=True)
         limit = max_positions(config)
-        needed = max(map(self._positions, rows, prompt.contexts))
+        needed = max(self._positions(*row, request) for row in zip(rows, prompt.contexts, strict=True))
         if limit is not None and needed > limit:
             raise InvalidInputError(
                 f"expected at most {limit} tokens, the proxy's positions, got {needed}"
@@ -65,11 +71,16 @@ class LaneScorer:
             )
         return _LaneRun(self, request, rows)
 
-    def _positions(self, input_ids: Tensor, context: tuple[int, int]) -> int:
+    def tokenizer_for(self, request: ScoringRequest) -> PreTrainedTokenizerBase | None:
+        """The proxy's; the target's where none was given, as for a proxy that is the target's own first layers."""
+        return self.tokenizer if self.tokenizer is not None else request.tokenizer
+
+    def _positions(self, input_ids: Tensor, context: tuple[int, int], request: ScoringRequest) -> int:
         """That one row takes."""
-        if not self.repeats or self.tokenizer is None:
+        tokenizer = self.tokenizer_for(request)
+        if not self.repeats or tokenizer is None:
             return len(input_ids)
-        return len(input_ids) + repeat_length(self.tokenizer, input_ids[slice(*context)])
+        return len(input_ids) + repeat_length(tokenizer, input_ids[slice(*context)])
 
     def score_row(
         self,
@@ -97,6 +108,8 @@ class LaneUse:
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self.bytes_peak = 0
+        self.bytes_scores = 0
+        """Of all rows, held while each row is scored."""
         self._device = device
 
     @contextlib.contextmanager
@@ -109,8 +122,8 @@ class LaneUse:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def holds(self, count: int) -> None:
-        """So many bytes of features, KV and scores are held now."""
-        self.bytes_peak = max(self.bytes_peak, count)
+        """So many bytes of one row's features, KV and scores are held now."""
+        self.bytes_peak = max(self.bytes_peak, self.bytes_scores + count)
 
 
 class _LaneRun(ScorerRun):
@@ -130,8 +143,8 @@ class _LaneRun(ScorerRun):
 
         def work(cancelled: Callable[[], bool]) -> Tensor:
             shape = (len(rows), geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
-            scores = torch.zeros(shape, device=scorer.proxy.device)
-            use.holds(scores.nbytes)
+            scores = torch.zeros(shape, dtype=torch.float32, device=scorer.proxy.device)
+            use.bytes_scores = scores.nbytes
             for row, ids in enumerate(rows):
                 scores[row, :, :, prompt.pads[row] :] = scorer.score_row(
                     ids, prompt.contexts[row], request, use, cancelled
@@ -152,15 +165,17 @@ class _LaneRun(ScorerRun):
 
     def finish(self, cache: WholeCache) -> Tensor:
         self._job = self._job or self._launch()
+        crowded: str | None = None
         try:
-            scores = self._job.result(self._patience)
-        except TimeoutError as error:
-            raise TimeoutError(f"the scores were not there after {self._request.timeout:g} s") from error
+            scores = self._result()
         except torch.OutOfMemoryError as error:
+            crowded = str(error).splitlines()[0]
+            traceback.clear_frames(error.__traceback__)  # which hold what the failed run had made
+        if crowded is not None:
             self._job = self._launch()  # the target's prefill is over, and its activations are gone
-            scores = self._job.result(self._patience)
+            scores = self._result()
             warnings.warn(
-                f"the proxy found no memory beside the target ({str(error).splitlines()[0]}) and was run again after "
+                f"the proxy found no memory beside the target ({crowded}) and was run again after "
                 "the prefill: schedule='sequential' or 'proxy_first' says so beforehand",
                 ProxyKVWarning,
                 stacklevel=2,
@@ -169,6 +184,13 @@ class _LaneRun(ScorerRun):
         self.seconds |= self._use.seconds
         self.bytes_peak = self._use.bytes_peak
         return scores.to(device_of(cache.target))
+
+    def _result(self) -> Tensor:
+        assert self._job is not None
+        try:
+            return self._job.result(self._patience)
+        except TimeoutError as error:
+            raise TimeoutError(f"the scores were not there after {self._request.timeout:g} s") from error
 
     def cancel(self) -> None:
         if self._job is not None:

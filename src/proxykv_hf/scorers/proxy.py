@@ -21,7 +21,7 @@ class ProxyScorer(LaneScorer):
     Args:
         proxy: M_s, a decoder without language-model head, cut to the layers that the mapper reads.
         mapper: Phi_theta, trained for this proxy and the target.
-        tokenizer: The proxy's; the target's must give the same tokens.
+        tokenizer: The proxy's; the target's must give the same tokens, and stands in where None is given.
         threads: CPU threads of the lane; None for as many as torch uses elsewhere.
 
     Raises:
@@ -56,7 +56,7 @@ class ProxyScorer(LaneScorer):
         Raises:
             GeometryError: The mapper was trained for another target.
             InvalidInputError: A prompt of embeddings, longer than the proxy's positions, or of another
-                tokenizer.
+                tokenizer; no tokenizer where the mapper reads ``reconstruction``.
         """
         check_target(self.mapper, request.geometry)
         return super().begin(request)
@@ -76,12 +76,13 @@ class ProxyScorer(LaneScorer):
                 input_ids,
                 self.mapper.config.feature_recipe,
                 context=context,
-                tokenizer=self.tokenizer,
+                tokenizer=self.tokenizer_for(request),
                 cancelled=cancelled,
                 holds=use.holds,
             )
         with use.timed("mapper"):
-            scores: Tensor = self.mapper(features[None])[0]
+            scores: Tensor = self.mapper(features[None], cancelled)[0]
+        use.holds(features.nbytes + scores.nbytes)
         return scores
 
 

@@ -39,5 +39,5 @@ class _RandomRun(ScorerRun):
         for row, (pad, length) in enumerate(zip(prompt.pads, prompt.lengths, strict=True)):
             ids = b"" if prompt.input_ids is None else prompt.row_ids(row).to(torch.int64).numpy().tobytes()
             generator = torch.Generator().manual_seed(zlib.crc32(ids, self.seed & 0xFFFFFFFF))
-            scores[row, :, :, pad:] = torch.rand(*scores.shape[1:3], length, generator=generator)
+            scores[row, :, :, pad:] = torch.rand(*scores.shape[1:3], length, generator=generator, dtype=torch.float32)
         return scores

@@ -64,8 +64,8 @@ def train(
     if not choosing:
         raise InvalidInputError(f"expected at least 2 scored documents to train on, got {count}")
     channels = len(fitting[geometry.full_layers[0]].mean) - geometry.num_key_value_heads
-    weights = torch.zeros(geometry.num_layers, geometry.num_key_value_heads, channels)
-    bias = torch.zeros(geometry.num_layers, geometry.num_key_value_heads)
+    heads = (geometry.num_layers, geometry.num_key_value_heads)
+    weights, bias = (torch.zeros(shape, dtype=torch.float32) for shape in ((*heads, channels), heads))
     chosen: list[float] = []
     for layer in geometry.full_layers:
         apart = {strength: solve(fitting[layer], channels, strength) for strength in strengths}

@@ -71,8 +71,8 @@ class Ridge:
         """
         channels = len(statistics.mean)
         prior = statistics.prior.flatten()[:, None]  # [T, 1]
-        gram = torch.zeros(channels, channels)
-        moments = torch.zeros(channels, len(prior))
+        gram = torch.zeros(channels, channels, dtype=torch.float32)
+        moments = torch.zeros(channels, len(prior), dtype=torch.float32)
         for document in documents:
             x = statistics.standardise(document.features)
             gram.addmm_(x, x.T, alpha=1 / statistics.tokens)
