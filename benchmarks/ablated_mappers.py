@@ -5,8 +5,6 @@ Each is a `HybridAxialMapper` that trains as one, and has no parameter that it d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -64,9 +62,7 @@ class LinearPathAlone(HybridAxialMapper):
         super().__init__(config)
         _leave_out_stages(self)
 
-    def score(
-        self, projected: Tensor, cancelled: Callable[[], bool] = lambda: False
-    ) -> Tensor:  # [B, N, R] to [B, L, H, N]
+    def score(self, projected: Tensor) -> Tensor:  # [B, N, R] to [B, L, H, N]
         return _by_layer(self, self.heads.direct(projected))
 
 
@@ -84,9 +80,7 @@ class NeighbourMLP(HybridAxialMapper):
         standard = functional.pad(super().project(features), (0, 0, 1, 1))  # [B, N + 2, C]
         return self.hidden(torch.cat([standard[:, :-2], standard[:, 1:-1], standard[:, 2:]], dim=2))
 
-    def score(
-        self, projected: Tensor, cancelled: Callable[[], bool] = lambda: False
-    ) -> Tensor:  # [B, N, R] to [B, L, H, N]
+    def score(self, projected: Tensor) -> Tensor:  # [B, N, R] to [B, L, H, N]
         return _by_layer(self, self.heads.direct(self.dropout(functional.gelu(projected))))
 
 

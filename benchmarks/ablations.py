@@ -113,6 +113,11 @@ def table_of_rows(base: TrainingConfig, depth: int) -> list[Row]:
             for name, values in sizes.items()
             for value in values
         ),
+        *(
+            Row("regularisation", f"{name} {value:g}", {name: value})
+            for name, value in (("weight_decay", 0.0), ("weight_decay", 1.0), ("weight_decay", 5.0), ("noise", 0.0))
+        ),
+        Row("regularisation", "dropout 0", {"mapper": {"dropout": 0.0}}),
         Row("amount of data", "a half of the documents, as many steps", every=2),
         Row("amount of data", "a quarter of the documents, as many steps", every=4),
     ]

@@ -203,9 +203,9 @@ def test_waiting_has_an_end(target, scorer, monkeypatch):
         assert not [thread for thread in threading.enumerate() if thread.name == "proxykv-lane"]
 
 
-@pytest.mark.parametrize(("kind", "asked"), [("proxykv", 2 + 2 + 2), ("static_alignment", 2 + 2)])
-def test_work_asks_in_every_layer_and_window_whether_to_go_on(target, proxy, kind, asked):
-    """Of the pass over the prompt, of the repetition, and of the mapper: `cancel` waits for no more than one."""
+@pytest.mark.parametrize(("kind", "asked"), [("proxykv", 2 + 2), ("static_alignment", 2 + 2)])
+def test_work_asks_in_every_layer_whether_to_go_on(target, proxy, kind, asked):
+    """Of the pass over the prompt and of the repetition: `cancel` waits for no more than one, and for the mapper."""
     recipe = FeatureRecipe(("hidden", "reconstruction"), 2, (1,))
     scorer = {
         "proxykv": lambda: ProxyScorer(proxy, make_mapper(target, proxy, recipe), tokenizer=tiny_tokenizer()),

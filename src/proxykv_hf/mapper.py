@@ -20,7 +20,6 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +33,6 @@ from transformers import initialization as init
 from .errors import GeometryError, InvalidInputError, ProxyKVWarning
 from .features import FeatureRecipe
 from .geometry import ModelGeometry
-from .lane import Cancelled
 
 VERSION = 1
 SIZES = ("bottleneck", "head_tokens", "encoder_heads", "window")
@@ -181,25 +179,23 @@ class HybridAxialMapper(PreTrainedModel):
             init.ones_(module.channel_std)
             init.zeros_(module.prior)
 
-    def forward(self, features: Tensor, cancelled: Callable[[], bool] = lambda: False) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         """Scores of every KV pair.
 
         Args:
             features: `[B, C, N]`, as `proxy_features` gives them, any float dtype.
-            cancelled: Asked before each window.
 
         Returns: `[B, L, H, N]`, float32, natural logarithms; zero in sliding-window layers.
 
         Raises:
             InvalidInputError: Not three axes, or another C.
-            Cancelled: ``cancelled()`` became true.
         """
         if features.dim() != 3 or features.shape[1] != self.config.channels:
             raise InvalidInputError(
                 f"features: expected [B, C = {self.config.channels}, N], got {list(features.shape)}: "
                 "extract them with the mapper's own feature recipe (config.feature_recipe)"
             )
-        return self.score(self.project(features), cancelled)
+        return self.score(self.project(features))
 
     def project(self, features: Tensor) -> Tensor:
         """Stage 1, pointwise: standardised features `[B, C, N]` to the bottleneck, `[B, N, R]`."""
@@ -210,16 +206,14 @@ class HybridAxialMapper(PreTrainedModel):
             parts.append(self.compress(self.dropout(standard).transpose(1, 2)))
         return torch.cat(parts, dim=1)
 
-    def score(self, projected: Tensor, cancelled: Callable[[], bool] = lambda: False) -> Tensor:
-        """All that follows: the bottleneck `[B, N, R]` to scores `[B, L, H, N]`; see `forward`."""
+    def score(self, projected: Tensor) -> Tensor:
+        """All that follows: the bottleneck `[B, N, R]` to scores `[B, L, H, N]`."""
         batch, tokens, _ = projected.shape
         config, margin = self.config, self.config.kernel_size // 2
         scores = self.heads.direct(projected)  # [B, N, T]
         stem_input = functional.pad(self.dropout(functional.gelu(projected)), (0, 0, margin, margin))
         blended, weights = torch.zeros_like(scores), scores.new_zeros(tokens, 1)
         for start, stop in _windows(tokens, config.window, config.overlap):
-            if cancelled():
-                raise Cancelled
             weight = _seam_weight(start, stop, tokens, config.overlap).to(scores.device)[:, None]  # [n, 1]
             head_tokens = self._encode(stem_input[:, start : stop + 2 * margin], start)
             blended[:, start:stop] += weight * self.heads(self.key(head_tokens), self.value(head_tokens))

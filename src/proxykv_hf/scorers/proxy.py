@@ -81,7 +81,7 @@ class ProxyScorer(LaneScorer):
                 holds=use.holds,
             )
         with use.timed("mapper"):
-            scores: Tensor = self.mapper(features[None], cancelled)[0]
+            scores: Tensor = self.mapper(features[None])[0]
         use.holds(features.nbytes + scores.nbytes)
         return scores
 
