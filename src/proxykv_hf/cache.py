@@ -70,7 +70,7 @@ class ProxyPrunedCache(DynamicCache):
             Tokens outside are kept and do not count in the budget's total.
         strict: Raise if scoring fails, instead of going on uncompressed with a `ProxyKVWarning`.
         timeout: Seconds to wait for scores, before the target's prefill and once it is over; after them scoring
-            has failed, as soon as the layer in hand, or the mapper's window, is through.
+            has failed, as soon as the layer in hand, or the mapper, is through.
         schedule: When a scorer's proxy runs: ``"overlap"``, beside the target's prefill; ``"proxy_first"``,
             before it, for the lowest peak memory; ``"sequential"``, after it, for measuring. By default
             ``"proxy_first"`` if both would compute on the same CPU cores, else ``"overlap"``.

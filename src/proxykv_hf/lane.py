@@ -121,7 +121,7 @@ class Job(Generic[T]):
     def cancel(self) -> None:
         """Ask the work to stop, and wait until it has: the memory that it held is free then.
 
-        Work asks back after each layer of a forward, and each window of the mapper.
+        Work asks back after each layer of a forward; the mapper, a hundredth of it, goes through.
         """
         self._cancelled.set()
         if threading.current_thread() is not self._thread:  # where the collector may have brought us
