@@ -108,6 +108,13 @@ def test_prompts_that_are_none(model, calls, ids, mask, message):
     assert not calls
 
 
+def test_a_shorter_prompt_over_a_filled_cache_is_told_what_the_cache_has_seen(model):
+    with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
+        cache.prefill(random_ids(1, TOKENS))
+        with pytest.raises(InvalidInputError, match=rf"got none beyond the {TOKENS} that the cache has seen"):
+            call_forward(model, input_ids=torch.empty(1, 0, dtype=torch.long), cache=cache)
+
+
 def test_right_padding_in_a_bare_forward_is_refused_before_any_work(model, calls):
     ids, mask = pad_left([random_ids(1, n)[0] for n in (20, 30)])
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:

@@ -156,6 +156,16 @@ def test_a_mapper_is_loaded_once_for_a_model(tmp_path, monkeypatch):
     assert loads == [1]
 
 
+def test_a_config_goes_to_another_process(tmp_path):
+    model = with_proxykv(tiny_model("llama", 3))
+    make_mapper(model, first_layers(model, 2), proxy_id=SELF_PROXY).save_pretrained(tmp_path)
+    config = ProxyKVConfig(mapper=tmp_path, retention_ratio=0.5)
+    answer = model.generate(random_ids(1, TOKENS), **GREEDY, proxykv=config)  # has loaded the mapper
+    again = pickle.loads(pickle.dumps(config))
+    assert again == config
+    assert torch.equal(model.generate(random_ids(1, TOKENS), **GREEDY, proxykv=again), answer)
+
+
 def test_saving_writes_the_plain_architecture(tmp_path):
     for number, model in enumerate((with_proxykv(tiny_model()), ProxyKVLlama(tiny_model().config))):
         folder = tmp_path / str(number)
@@ -211,6 +221,8 @@ def test_what_contradicts_itself_is_refused():
         ProxyKVConfig(scorer=RandomScorer(), policy=POLICY, retention_ratio=0.1)
     with pytest.raises(InvalidPolicyError, match="retention_ratio"):
         ProxyKVConfig(scorer=RandomScorer(), retention_ratio=2.0)
+    with pytest.raises(InvalidInputError, match=r"expected a ProxyKVConfig.*got 0\.3"):
+        model.generate(random_ids(1, 5), proxykv=0.3)
     with pytest.raises(InvalidInputError, match="proxykv or a cache, got both"):
         model.generate(
             random_ids(1, 5), proxykv=ProxyKVConfig(scorer=RandomScorer()), **{cache_keyword(model): DynamicCache()}

@@ -299,7 +299,7 @@ def test_a_mapper_and_its_proxy_are_loaded_and_checked(target, tmp_path):
     other.save_pretrained(tmp_path / "proxy")
     with pytest.warns(ProxyKVWarning, match=r"other weights of the proxy .* another dtype than torch\.float32\)"):
         ProxyPrunedCache.from_pretrained(tmp_path / "mapper", target=target, policy=POLICY).close()
-    with pytest.raises(GeometryError, match="another target"):
+    with pytest.raises(GeometryError, match=r"another target than this: expected num_layers=3, got num_layers=2$"):
         ProxyPrunedCache.from_pretrained(tmp_path / "mapper", target=tiny_model("llama", 3, layers=2))
     tiny_model("qwen2", 1, layers=4).save_pretrained(tmp_path / "larger")
     with pytest.raises(GeometryError, match=r"another proxy than this: expected num_layers=3.*got num_layers=4"):
@@ -309,6 +309,10 @@ def test_a_mapper_and_its_proxy_are_loaded_and_checked(target, tmp_path):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(InvalidInputError, match="expected a folder or Hub id that holds a mapper"):
         ProxyPrunedCache.from_pretrained(tmp_path / "nothing", target=target)
+    with pytest.raises(InvalidInputError, match=r"nowhere \(there is no such folder in "):
+        ProxyPrunedCache.from_pretrained(tmp_path / "nowhere", target=target)
+    with pytest.raises(TypeError, match=r"expected a loaded model, .*got 'a/name'"):
+        ProxyPrunedCache.from_pretrained(tmp_path / "mapper", target="a/name")
     (tmp_path / "mapper" / "model.safetensors").unlink()
     torch.save(mapper.state_dict(), tmp_path / "mapper" / "pytorch_model.bin")
     with pytest.raises(InvalidInputError, match=r"model.safetensors"):

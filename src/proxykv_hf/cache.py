@@ -36,7 +36,7 @@ from .errors import (
     InvalidPolicyError,
     UnsupportedModelError,
 )
-from .geometry import ModelGeometry, device_of
+from .geometry import ModelGeometry, check_loaded, device_of
 from .inputs import check_input, mask_as_held, without_seen
 from .layers import PrunedLayer
 from .prefill import SCHEDULES, Prefill, Schedule, Taps, checked_scores, plain_timeout
@@ -98,6 +98,7 @@ class ProxyPrunedCache(DynamicCache):
         timeout: float | None = None,
         schedule: Schedule | None = None,
     ) -> None:
+        check_loaded(target)
         check_policy(policy)
         if scorer is not None and (isinstance(scorer, type) or not isinstance(scorer, Scorer)):
             raise TypeError(f"expected a scorer such as KVzipScorer(tokenizer), got {scorer!r}")
@@ -339,7 +340,11 @@ class ProxyPrunedCache(DynamicCache):
         strict: bool = False,
         timeout: float | None = None,
         schedule: Schedule | None = None,
-        **options: Any,
+        proxy: str | Path | PreTrainedModel | None = None,
+        revision: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        threads: int | None = None,
     ) -> ProxyPrunedCache:
         """A cache whose scorer is a small model, through a trained mapper.
 
@@ -353,8 +358,11 @@ class ProxyPrunedCache(DynamicCache):
             strict: The same.
             timeout: The same.
             schedule: The same.
-            options: ``proxy``, ``revision``, ``device``, ``dtype``, ``threads``, see
-                `pretrained.load_proxy_scorer`.
+            proxy: In place of the proxy that the mapper's config names, see `pretrained.load_proxy_scorer`.
+            revision: Of the mapper, likewise.
+            device: Of the proxy, likewise.
+            dtype: The same.
+            threads: CPU threads of the proxy's lane.
 
         Raises:
             InvalidInputError: No mapper there.
@@ -364,7 +372,9 @@ class ProxyPrunedCache(DynamicCache):
         from .pretrained import load_proxy_scorer
 
         policy = policy_or_ratio(policy, retention_ratio)
-        scorer = load_proxy_scorer(mapper, target=target, **options)
+        scorer = load_proxy_scorer(
+            mapper, target=target, proxy=proxy, revision=revision, device=device, dtype=dtype, threads=threads
+        )
         return cls(
             target,
             scorer,

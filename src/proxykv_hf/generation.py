@@ -63,6 +63,13 @@ class ProxyKVConfig:
         # Of each target: from what its scorer was loaded, and the scorer.
         self._loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Scorer]] = weakref.WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_loaded"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
     def _checked_policy(self) -> RetentionPolicy:
         if (self.mapper is None) == (self.scorer is None):
             given = "neither" if self.mapper is None else "both"
@@ -114,11 +121,15 @@ class ProxyKVGenerationMixin:
         The cache lives in the output if ``return_dict_in_generate`` asks for it, and is closed otherwise.
 
         Raises:
-            InvalidInputError: A cache is given as well.
+            InvalidInputError: A cache is given as well, or ``proxykv`` is no `ProxyKVConfig`.
         """
         generate = super().generate  # type: ignore[misc]
         if proxykv is None:
             return generate(inputs, *args, **kwargs)
+        if not isinstance(proxykv, ProxyKVConfig):
+            raise InvalidInputError(
+                f"proxykv: expected a ProxyKVConfig(mapper=..., retention_ratio=...), got {proxykv!r}"
+            )
         if any(kwargs.get(name) is not None for name in CACHE_KEYWORDS):
             raise InvalidInputError("expected proxykv or a cache, got both: a ProxyPrunedCache is a cache already")
         given = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))  # of both, embeddings are prefilled

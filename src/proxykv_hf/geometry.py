@@ -105,6 +105,18 @@ class ModelGeometry:
         return cls(**{**data, "sliding_windows": tuple(data["sliding_windows"])})
 
 
+def check_loaded(target: object) -> None:
+    """Refuse what is no model, the name of one say.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(target, nn.Module):
+        raise TypeError(
+            f"target: expected a loaded model, as AutoModelForCausalLM.from_pretrained gives it, got {target!r}"
+        )
+
+
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Positions that a model's decoder has, or None if its config does not say."""
     limit: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -56,7 +56,12 @@ def check_input(call: Mapping[str, Any], rows: int, seen: int, ragged: bool) -> 
     """
     given = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if given is None or given.ndim < 2 or given.shape[1] == 0:
-        raise InvalidInputError("expected input_ids [batch, tokens] with at least one token, got none")
+        more = (
+            f" beyond the {seen} that the cache has seen: to begin anew call reset() or make another cache"
+            if seen
+            else ""
+        )
+        raise InvalidInputError(f"expected input_ids [batch, tokens] with at least one token, got none{more}")
     batch, tokens = given.shape[:2]
     if rows and batch != rows:
         raise InvalidInputError(f"expected {rows} rows as the cache holds, got {batch}: fork(n) makes a cache of more")

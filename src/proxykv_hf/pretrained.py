@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from . import attention
 from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, UnsupportedModelError
-from .geometry import ModelGeometry, are_other_weights, device_of
+from .geometry import ModelGeometry, are_other_weights, check_loaded, device_of
 from .lane import usable_device
 from .mapper import HybridAxialMapper
 from .scorers.proxy import ProxyScorer, check_proxy, check_target
@@ -64,6 +64,7 @@ def load_proxy_scorer(
     Other weights of the same geometry than those it was trained with, another quantization or dtype say, are
     a `ProxyKVWarning`.
     """
+    check_loaded(target)
     device = device_of(target) if device is None else usable_device(device)
     dtype = target.dtype if dtype is None else dtype
     loaded = mapper if isinstance(mapper, HybridAxialMapper) else load_mapper(mapper, revision)
@@ -126,9 +127,10 @@ def load_mapper(source: str | Path, revision: str | None = None) -> HybridAxialM
     except ProxyKVError:
         raise
     except OSError as error:
+        where = "" if Path(source).is_dir() else f" (there is no such folder in {Path.cwd()})"
         raise InvalidInputError(
-            f"expected a folder or Hub id that holds a mapper (config.json and model.safetensors), got {source}: "
-            f"{str(error).splitlines()[0]}"
+            "expected a folder or Hub id that holds a mapper (config.json and model.safetensors), got "
+            f"{source}{where}: {str(error).splitlines()[0]}"
         ) from error
     except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidInputError(

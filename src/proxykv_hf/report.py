@@ -45,7 +45,7 @@ class CacheReport:
         full = [seen * sum(map(len, row)) for seen, row in zip(self.seen_tokens, self.kept_tokens, strict=True)]
         share = sum(kept) / sum(full) if sum(full) else 1.0
         lines = [
-            f"tokens   {_join(self.seen_tokens)} seen, {100 * share:.1f} % of their KV pairs kept",
+            f"tokens   {_join(self.seen_tokens) or 'none'} seen, {100 * share:.1f} % of their KV pairs kept",
             f"KV       {_size(self.bytes_kept)} of {_size(self.bytes_full)}, peak {_size(self.bytes_peak)}"
             + (f", the proxy's {_size(self.bytes_peak_proxy)}" if self.bytes_peak_proxy else ""),
             "seconds  " + ", ".join(f"{phase} {value:.2f}" for phase, value in self.seconds.items()),

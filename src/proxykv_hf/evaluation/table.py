@@ -75,6 +75,7 @@ def _overall(summary: Summary) -> list[str]:
         "## Score",
         f"Mean over {_count(len(summary.judged), 'task')}, each the same weight, and its 95 % interval.",
         _table(summary, figures, _score, full=figures[FULL], last=("KV bytes, of full", _kept(summary))),
+        "The ratio is that of the context's KV pairs; bytes hold the chat template's beside, which are all kept.",
         *_answered(summary),
     ]
     if reference is not None:
