@@ -33,6 +33,7 @@ from proxykv_hf import FeatureRecipe, HybridAxialMapper, HybridAxialMapperConfig
 from proxykv_hf.commands.models import DTYPES, resolve
 from proxykv_hf.features import SOURCES
 from proxykv_hf.pretrained import load_first_layers
+from proxykv_hf.scorers.static_alignment import align, proportional_layers
 from proxykv_hf.training.checkpoints import Checkpoints, Epoch
 from proxykv_hf.training.config import TrainingConfig
 from proxykv_hf.training.dataset import FeatureDataset, TrainingDocument, places_of, split, taught_shards
@@ -47,7 +48,7 @@ CONFIG = Path(__file__).resolve().parents[1] / "examples" / "train_qwen2.5-coder
 #: Numbers of proxy layers on the curve, besides the run's own and all.
 CURVE = (4, 6, 8, 10, 14, 18)
 #: Instead of a mapper's class: what a row is that is not trained.
-RIDGE, PRIOR = "ridge", "head prior"
+RIDGE, PRIOR, STATIC = "ridge", "head prior", "static alignment"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Row:
         group: Rows that belong together.
         name: Unlike any other's.
         changes: Of the run, as its TOML file has it; tables are merged.
-        kind: The mapper's class; or ``RIDGE`` or ``PRIOR``, which no seed changes much.
+        kind: The mapper's class; or ``RIDGE``, ``PRIOR`` or ``STATIC``, which no seed changes much.
         every: Of the training documents one in so many is used, in so many times the epochs: as many steps.
     """
 
@@ -95,6 +96,7 @@ def table_of_rows(base: TrainingConfig, depth: int) -> list[Row]:
         Row("stages", "static head map for cross-attention", kind=StaticHeadMap),
         Row("stages", "no linear path", kind=NoLinearPath),
         Row("instead of the mapper", "head prior", kind=PRIOR),
+        Row("instead of the mapper", f"static alignment, {depth} layers", reads(depth, "reconstruction"), STATIC),
         Row("instead of the mapper", "ridge regression", kind=RIDGE),
         Row("instead of the mapper", "linear path alone, hybrid loss", kind=LinearPathAlone),
         Row("instead of the mapper", "MLP over 3 positions", {"mapper": {"bottleneck": 128}}, NeighbourMLP),
@@ -284,6 +286,15 @@ def run(row: Row, base: TrainingConfig, teacher: Teacher, seed: int) -> dict[str
     began, own = time.perf_counter(), time.process_time()
     if row.kind == PRIOR:
         found, parameters = blind, known.prior.numel()
+    elif row.kind == STATIC:
+        proxy = ModelGeometry.from_config(teacher.proxy)
+        layers, heads = proportional_layers(proxy, teacher.geometry), proxy.num_key_value_heads
+        full = list(teacher.geometry.full_layers)
+
+        def carried(document: TrainingDocument) -> Tensor:  # the proxy's KVzip scores, log scale
+            return align(document.features.float().unflatten(0, (-1, heads)), teacher.geometry, layers)[full]
+
+        found, parameters = measure_all(carried, held_out), 0
     elif row.kind == RIDGE:
         ridge = Ridge.fit((training[index] for index in range(len(training))), known, config.ridge)
         found, parameters = measure_all(lambda d: ridge.predict(d.features), held_out), ridge.weights.numel()
@@ -388,7 +399,7 @@ def main() -> None:
     for seed in arguments.seeds:
         for row in rows:
             wanted = not arguments.rows or row.name in arguments.rows or row.group in arguments.rows
-            again = row.kind in (RIDGE, PRIOR) and seed != arguments.seeds[0]  # nothing in them is drawn
+            again = row.kind in (RIDGE, PRIOR, STATIC) and seed != arguments.seeds[0]  # nothing in them is drawn
             if not wanted or again or (row.name, seed) in done:
                 continue
             print(f"{row.group}: {row.name}, seed {seed}", flush=True)

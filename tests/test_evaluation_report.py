@@ -340,6 +340,18 @@ def test_without_a_folder_it_prints(write, capsys):
     assert capsys.readouterr().out.startswith("# What is lost at each budget: org/model\n")
 
 
+def test_of_some_tasks_alone(write, capsys):
+    alone = summarize(read_outcomes([write()]).of_tasks(["fair"]), samples=50)
+    both = summarize(read_outcomes([write()]), samples=50)
+    assert alone.judged == ["fair"]
+    assert alone.tasks["fair"] == both.tasks["fair"]
+    assert {point: found.score for point, found in alone.overall.items()} == {
+        point: found.score for point, found in both.tasks["fair"].figures.items()
+    }
+    assert cli.main(["report", str(write()), "--tasks", "fair", "other"]) == 2
+    assert "unknown tasks other: expected some of easy, fair, hard" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -42,6 +42,7 @@ def add_parser(commands: Any) -> None:
         metavar="METHOD[:ALLOCATION]",
         help=f"what the others are compared with (default: {DEFAULT_OURS}, if it is there)",
     )
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="of these alone (default: all in the files)")
     parser.add_argument("--samples", type=int, default=10_000, help="resamples of an interval (default: 10000)")
     parser.set_defaults(run=run)
 
@@ -50,6 +51,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.samples < 1:
         raise InvalidInputError(f"--samples: expected at least 1, got {arguments.samples}")
     outcomes = read_outcomes(arguments.files)
+    if arguments.tasks is not None:
+        outcomes = outcomes.of_tasks(arguments.tasks)
     summary = summarize(outcomes, arguments.reference, arguments.ours, arguments.samples)
     if arguments.out is None:
         print(markdown(outcomes, summary), end="")

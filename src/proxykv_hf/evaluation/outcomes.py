@@ -85,6 +85,21 @@ class Outcomes:
         """All in the files, the first seen first."""
         return list(dict.fromkeys(p.variant for asked in self.rows.values() for row in asked.values() for p in row))
 
+    def of_tasks(self, names: Sequence[str]) -> Outcomes:
+        """These tasks' alone.
+
+        Raises:
+            InvalidInputError: One is not there; the message lists those there are.
+        """
+        if unknown := [name for name in names if name not in self.rows]:
+            raise InvalidInputError(f"unknown tasks {', '.join(unknown)}: expected some of {', '.join(self.rows)}")
+        return Outcomes(
+            self.files,
+            self.headers,
+            {name: self.tasks[name] for name in self.tasks if name in names},
+            {name: self.rows[name] for name in self.rows if name in names},
+        )
+
     def variant(self, name: str) -> Variant:
         """The variant that ``METHOD`` or ``METHOD:ALLOCATION`` names; ``global`` where it has several.
 
