@@ -38,11 +38,13 @@ class ScoringRequest:
     timeout: float | None = None
     at_once: bool = True
 
-    def blank_scores(self, value: float = 0.0) -> Tensor:
-        """`[R, L, H, N]` of one value, float32, where the target computes: for a scorer to fill in."""
+    def blank_scores(self, value: float = 0.0, device: torch.device | None = None) -> Tensor:
+        """`[R, L, H, N]` of one value, float32, by default where the target computes: for a scorer to fill in."""
         heads = (self.geometry.num_layers, self.geometry.num_key_value_heads)
         shape = (len(self.prompt.lengths), *heads, self.prompt.columns)
-        return torch.full(shape, value, dtype=torch.float32, device=device_of(self.target))
+        return torch.full(
+            shape, value, dtype=torch.float32, device=device_of(self.target) if device is None else device
+        )
 
 
 @dataclass(frozen=True)

@@ -139,11 +139,10 @@ class _LaneRun(ScorerRun):
 
     def _launch(self) -> Job[Tensor]:
         scorer, request, rows, use = self._scorer, self._request, self._rows, self._use
-        prompt, geometry = request.prompt, request.geometry
+        prompt = request.prompt
 
         def work(cancelled: Callable[[], bool]) -> Tensor:
-            shape = (len(rows), geometry.num_layers, geometry.num_key_value_heads, prompt.columns)
-            scores = torch.zeros(shape, dtype=torch.float32, device=scorer.proxy.device)
+            scores = request.blank_scores(device=scorer.proxy.device)
             use.bytes_scores = scores.nbytes
             for row, ids in enumerate(rows):
                 scores[row, :, :, prompt.pads[row] :] = scorer.score_row(
