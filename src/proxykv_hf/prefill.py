@@ -190,9 +190,10 @@ class Prefill:
         self._firsts = self._first_copies()
 
     def _first_copies(self) -> tuple[int, ...]:
-        """For each batch row the first that was the same before the newest chunk, and is in it."""
+        """For each batch row the first that was the same before the newest chunk, and is in it; for observers."""
         ids, positions = self._chunks[-1], self._positions[-1]
-        if self.batch == 1 or ids is None or not self._ids_tell_rows:
+        observed = any(scorer.observes for scorer in self.scorers.values())
+        if not observed or self.batch == 1 or ids is None or not self._ids_tell_rows:
             return tuple(range(self.batch))
         before, pads = self._firsts or (0,) * self.batch, self._pads or (0,) * self.batch
         places: dict[object, int] = {}
