@@ -109,7 +109,7 @@ def test_a_mapper_is_used_where_one_is_given(capsys, tmp_path, target, monkeypat
     assert answered(capsys, target, path)["scorer"] == "kvzip"
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "hidden_state"])
+@pytest.mark.parametrize("name", [name for name, making in METHODS.items() if not making.reads("hidden_state")])
 def test_every_method_answers(capsys, tmp_path, target, name):
     path = tmp_path / "story.txt"
     path.write_text("Once upon a time there was a lamp. " * 4)
@@ -128,10 +128,13 @@ def test_what_a_scorer_lacks_or_leaves_unread_is_refused(capsys, target):
     assert error == "proxykv: method proxykv: expected a trained mapper, got none: give --mapper FOLDER\n"
     code, error = run(capsys, "--scorer", "kvzip", "--mapper", "m")
     assert code == 2
-    assert "--mapper: expected only with a method that reads it (proxykv, head_prior, static_alignment), got " in error
+    assert (
+        "--mapper: expected only with a method that reads it (proxykv, joint, head_prior, static_alignment), got "
+        in error
+    )
     code, error = run(capsys, "--proxy", "p")
     assert code == 2
-    assert "--proxy: expected only with a method that reads it (proxykv, static_alignment), got kvzip" in error
+    assert "--proxy: expected only with a method that reads it (proxykv, joint, static_alignment), got kvzip" in error
     code, error = run(capsys, "--mapper", "nowhere", str(target / "config.json"))
     assert code == 2
     assert "that holds a mapper" in error  # told before the target, which is nowhere either

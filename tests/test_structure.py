@@ -48,7 +48,7 @@ LEVELS = {
         "scorers.streaming_llm",
     ],
     7: ["scorers.proxy", "scorers.static_alignment"],
-    8: ["pretrained", "evaluation.rows"],
+    8: ["pretrained", "scorers.joint", "evaluation.rows"],
     9: [
         "generation",
         "model_card",

@@ -17,10 +17,10 @@ OPTIONS = {"mapper": "proxykv", "hidden_state": "hidden_state", "proxy": None}
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
     """The options ``--mapper``, ``--proxy`` and ``--hidden-state``."""
-    readers = [name for name, making in METHODS.items() if "mapper" in making.wants]
+    readers = [name for name, making in METHODS.items() if making.reads("mapper")]
     parser.add_argument("--mapper", help=f"a folder or Hub id, for {', '.join(readers)}")
     parser.add_argument("--proxy", help="like --target; by default the one that the mapper's config names")
-    parser.add_argument("--hidden-state", metavar="FOLDER", help="the trained heads, for hidden_state")
+    parser.add_argument("--hidden-state", metavar="FOLDER", help="the trained heads, for hidden_state and joint")
 
 
 def methods_of(arguments: argparse.Namespace) -> list[str]:

@@ -21,6 +21,7 @@ from ..scorers.expected_attention import ExpectedAttentionScorer
 from ..scorers.h2o import H2OScorer
 from ..scorers.head_prior import HeadPriorScorer
 from ..scorers.hidden_state import HiddenStateScorer
+from ..scorers.joint import JointScorer
 from ..scorers.kvzip import KVzipScorer
 from ..scorers.proxy import ProxyScorer
 from ..scorers.random import RandomScorer
@@ -93,8 +94,8 @@ class Sources:
     def proxykv(self) -> ProxyScorer:
         return load_proxy_scorer(self.mapper, target=self.target, proxy=self._proxy, threads=self.threads)
 
+    @functools.cached_property
     def hidden_state(self) -> HiddenStateScorer:
-        """The scorer of the trained heads."""
         if self._hidden_state is None:
             raise InvalidInputError(MISSING["hidden_state"])
         return HiddenStateScorer.from_pretrained(self._hidden_state, target=self.target)
@@ -145,8 +146,14 @@ def _expected_attention(sources: Sources) -> tuple[Scorer, str]:
 
 
 def _hidden_state(sources: Sources) -> tuple[Scorer, str]:
-    scorer = sources.hidden_state()
-    return scorer, f"heads {_digest(scorer.heads.weights, scorer.heads.bias)}"
+    heads = sources.hidden_state.heads
+    return sources.hidden_state, f"heads {_digest(heads.weights, heads.bias)}"
+
+
+def _joint(sources: Sources) -> tuple[Scorer, str]:
+    identities = _proxykv(sources)[1], _hidden_state(sources)[1]
+    scorer = JointScorer(sources.proxykv, sources.hidden_state)
+    return scorer, f"{', '.join(identities)}, share {scorer.share:.3f}"
 
 
 def _head_prior(sources: Sources) -> tuple[Scorer, str]:
@@ -180,27 +187,28 @@ class Making:
     Args:
         allocation: The one that its authors use.
         make: Its scorer and its identity.
-        wants: Of `Sources`, by name: one of them has to be given.
+        wants: Of `Sources`, by name: of each group one has to be given.
         takes: What else it reads if it is given.
     """
 
     allocation: Allocation
     make: Callable[[Sources], tuple[Scorer, str]]
-    wants: tuple[str, ...] = ()
+    wants: tuple[tuple[str, ...], ...] = ()
     takes: tuple[str, ...] = ()
 
     def reads(self, source: str) -> bool:
-        return source in self.wants or source in self.takes
+        return any(source in group for group in (*self.wants, self.takes))
 
 
 #: By name. Expected attention's authors let the heads of a layer compete, which is between the two allocations that
 #: there are.
 METHODS: dict[str, Making] = {
-    "proxykv": Making("global", _proxykv, wants=("mapper",), takes=("proxy",)),
+    "proxykv": Making("global", _proxykv, wants=(("mapper",),), takes=("proxy",)),
+    "joint": Making("global", _joint, wants=(("mapper",), ("hidden_state",)), takes=("proxy",)),
     "kvzip": Making("global", _kvzip),
-    "head_prior": Making("global", _head_prior, wants=("mapper",)),
-    "static_alignment": Making("global", _static_alignment, wants=("mapper", "proxy")),
-    "hidden_state": Making("global", _hidden_state, wants=("hidden_state",)),
+    "head_prior": Making("global", _head_prior, wants=(("mapper",),)),
+    "static_alignment": Making("global", _static_alignment, wants=(("mapper", "proxy"),)),
+    "hidden_state": Making("global", _hidden_state, wants=(("hidden_state",),)),
     "snapkv": Making("uniform", _snapkv),
     "h2o": Making("uniform", _h2o),
     "expected_attention": Making("uniform", _expected_attention),
@@ -220,8 +228,9 @@ def check_sources(names: Sequence[str], given: set[str]) -> None:
         InvalidInputError: Something is missing, or given for nothing.
     """
     for name in names:
-        if (wants := METHODS[name].wants) and not given.intersection(wants):
-            raise InvalidInputError(f"method {name}: {MISSING[wants[0]]}")
+        for group in METHODS[name].wants:
+            if not given.intersection(group):
+                raise InvalidInputError(f"method {name}: {MISSING[group[0]]}")
     for source in sorted(given):
         readers = [name for name, making in METHODS.items() if making.reads(source)]
         if not set(readers).intersection(names):
