@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
+from test_baselines import random_heads
 from test_proxy import make_mapper
 from tiny import tiny_model, tiny_tokenizer
 
-from proxykv_hf import ProxyPrunedCache, cli
+from proxykv_hf import HiddenStateScorer, ProxyPrunedCache, cli
 from proxykv_hf.chat import chat_affixes, encode
 from proxykv_hf.commands import models
 from proxykv_hf.evaluation.methods import METHODS
@@ -18,13 +19,14 @@ from proxykv_hf.pretrained import SELF_PROXY, first_layers
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """Its folder; 4,096 positions and one token a byte. Inside is ``mapper``, whose proxy is the target itself."""
+    """Its folder; 4,096 positions, one token a byte. In it are ``mapper``, whose proxy is the target, and ``heads``."""
     folder = tmp_path_factory.mktemp("target")
     model = tiny_model("llama", 3)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     mapper = make_mapper(model, first_layers(model, 2), whole_proxy=model, proxy_id=SELF_PROXY)
     mapper.save_pretrained(folder / "mapper")
+    HiddenStateScorer(random_heads(model)).save_pretrained(folder / "heads")
     return folder
 
 
@@ -109,17 +111,29 @@ def test_a_mapper_is_used_where_one_is_given(capsys, tmp_path, target, monkeypat
     assert answered(capsys, target, path)["scorer"] == "kvzip"
 
 
-@pytest.mark.parametrize("name", [name for name, making in METHODS.items() if not making.reads("hidden_state")])
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_answers(capsys, tmp_path, target, name):
     path = tmp_path / "story.txt"
     path.write_text("Once upon a time there was a lamp. " * 4)
-    given = [] if not METHODS[name].wants else ["--mapper", str(target / "mapper")]
-    if name == "static_alignment":
-        given = ["--proxy", str(target)]
+    folders = {"mapper": target / "mapper", "hidden_state": target / "heads", "proxy": target}
+    wanted = [group[-1] for group in METHODS[name].wants]  # of static alignment, the proxy
+    given = [text for source in wanted for text in (f"--{source.replace('_', '-')}", str(folders[source]))]
     result = answered(capsys, target, path, "--scorer", name, "--dtype", "bfloat16", *given)
     assert result["scorer"] == name
     assert result["report"]["fallback"] is None
     assert result["report"]["bytes_kept"] < 0.5 * result["report"]["bytes_full"]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [((), "kvzip"), (("mapper",), "proxykv"), (("heads",), "hidden_state"), (("mapper", "heads"), "joint")],
+)
+def test_what_is_given_says_which_method(capsys, tmp_path, target, given, name):
+    path = tmp_path / "story.txt"
+    path.write_text("Once upon a time there was a lamp. " * 4)
+    options = {"mapper": "--mapper", "heads": "--hidden-state"}
+    more = [text for folder in given for text in (options[folder], str(target / folder))]
+    assert answered(capsys, target, path, *more)["scorer"] == name
 
 
 def test_what_a_scorer_lacks_or_leaves_unread_is_refused(capsys, target):

@@ -11,8 +11,10 @@ from ..pretrained import load_mapper
 from ..scorers.base import Scorer
 from .models import device_and_dtype, load, resolve
 
-#: As `Sources` calls them, and which method each of them is for in the first place.
-OPTIONS = {"mapper": "proxykv", "hidden_state": "hidden_state", "proxy": None}
+#: As `Sources` calls them.
+OPTIONS = ("mapper", "hidden_state", "proxy")
+#: Methods that are run unasked where their options are given.
+DEFAULTS = {"proxykv": ("mapper",), "hidden_state": ("hidden_state",), "joint": ("mapper", "hidden_state")}
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +26,9 @@ def add_sources(parser: argparse.ArgumentParser) -> None:
 
 
 def methods_of(arguments: argparse.Namespace) -> list[str]:
-    """The methods that a mapper or heads are given for, where no method is named."""
-    return [name for option, name in OPTIONS.items() if name is not None and getattr(arguments, option) is not None]
+    """The methods that a mapper or heads are given for, where no method is named, the best last."""
+    given = _given(arguments)
+    return [name for name, options in DEFAULTS.items() if given.issuperset(options)]
 
 
 def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
@@ -34,7 +37,11 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     Raises:
         InvalidInputError: They do not.
     """
-    check_sources(names, {option for option in OPTIONS if getattr(arguments, option) is not None})
+    check_sources(names, _given(arguments))
+
+
+def _given(arguments: argparse.Namespace) -> set[str]:
+    return {option for option in OPTIONS if getattr(arguments, option) is not None}
 
 
 def load_sources(arguments: argparse.Namespace, *, seed: int = 0, threads: int | None = None) -> Sources:
