@@ -154,6 +154,16 @@ def test_what_a_scorer_lacks_or_leaves_unread_is_refused(capsys, target):
     assert "that holds a mapper" in error  # told before the target, which is nowhere either
 
 
+@pytest.mark.parametrize(("option", "folder"), [("--mapper", "mapper"), ("--hidden-state", "heads")])
+def test_another_target_is_refused_before_its_weights_are_read(capsys, tmp_path, target, monkeypatch, option, folder):
+    monkeypatch.setattr("proxykv_hf.commands.sources.load", None)
+    tiny_model("llama", 3, layers=5).config.save_pretrained(tmp_path)
+    (tmp_path / "story.txt").write_text("Once upon a time.")
+    code, error = run(capsys, "--target", str(tmp_path), option, str(target / folder), str(tmp_path / "story.txt"))
+    assert code == 2
+    assert "another target than this: expected num_layers=3" in error
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

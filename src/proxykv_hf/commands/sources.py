@@ -6,10 +6,15 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import AutoConfig
+
 from ..evaluation.methods import METHODS, Sources, check_sources, make_methods
+from ..geometry import ModelGeometry
 from ..pretrained import load_mapper
 from ..scorers.base import Scorer
-from .models import device_and_dtype, load, resolve
+from ..scorers.hidden_state import HiddenStateHeads, check_heads
+from ..scorers.proxy import check_target
+from .models import device_and_dtype, load, resolve, target_named
 
 #: As `Sources` calls them.
 OPTIONS = ("mapper", "hidden_state", "proxy")
@@ -49,9 +54,19 @@ def load_sources(arguments: argparse.Namespace, *, seed: int = 0, threads: int |
 
     Raises:
         InvalidInputError: A folder that holds none, or a device that torch cannot compute on.
+        GeometryError: A mapper or heads for another target.
     """
     device, dtype = device_and_dtype(arguments.device, arguments.dtype)
-    mapper = None if arguments.mapper is None else load_mapper(arguments.mapper)  # before the large one
+    mapper = None if arguments.mapper is None else load_mapper(arguments.mapper)
+    heads = None if arguments.hidden_state is None else HiddenStateHeads.from_pretrained(arguments.hidden_state)
+    folder = resolve(arguments.target)
+    with target_named(arguments.target):
+        config = AutoConfig.from_pretrained(folder)
+    geometry = ModelGeometry.from_config(config)  # told before the weights are read, which takes a while
+    if mapper is not None:
+        check_target(mapper, geometry)
+    if heads is not None:
+        check_heads(heads, geometry)
     proxy = None if arguments.proxy is None else resolve(arguments.proxy)
     target, tokenizer = load(arguments.target, device, dtype)
     return Sources(

@@ -145,7 +145,7 @@ class HiddenStateScorer:
         """
         scorer = cls(HiddenStateHeads.from_pretrained(folder))
         if target is not None:
-            scorer._check(ModelGeometry.from_config(target.config))
+            check_heads(scorer.heads, ModelGeometry.from_config(target.config))
             if are_other_weights(target, scorer.heads.target_weights):
                 warnings.warn(
                     "the heads were trained with other weights of the target (another fine-tune or quantization of "
@@ -166,18 +166,8 @@ class HiddenStateScorer:
         Raises:
             GeometryError: The heads were trained for another target.
         """
-        self._check(request.geometry)
+        check_heads(self.heads, request.geometry)
         return _HiddenStateRun(self.heads)
-
-    def _check(self, geometry: ModelGeometry) -> None:
-        expected, got = self.heads.geometry.to_dict(), geometry.to_dict()
-        differ = [name for name in expected if expected[name] != got[name]]
-        if differ:
-            raise GeometryError(
-                f"the heads were trained for {self.heads.target_id}, another target than this: expected "
-                f"{', '.join(f'{name}={expected[name]!r}' for name in differ)}, got "
-                f"{', '.join(f'{name}={got[name]!r}' for name in differ)}"
-            )
 
 
 class _HiddenStateRun(ScorerRun):
@@ -205,3 +195,19 @@ class _HiddenStateRun(ScorerRun):
 
     def cancel(self) -> None:
         self.parts.clear()
+
+
+def check_heads(heads: HiddenStateHeads, geometry: ModelGeometry) -> None:
+    """Refuse heads that were trained for a target of another geometry.
+
+    Raises:
+        GeometryError: Naming what differs.
+    """
+    expected, got = heads.geometry.to_dict(), geometry.to_dict()
+    differ = [name for name in expected if expected[name] != got[name]]
+    if differ:
+        raise GeometryError(
+            f"the heads were trained for {heads.target_id}, another target than this: expected "
+            f"{', '.join(f'{name}={expected[name]!r}' for name in differ)}, got "
+            f"{', '.join(f'{name}={got[name]!r}' for name in differ)}"
+        )
