@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import joint_share
 import pytest
 import torch
+from taught import make_home
 from test_baselines import POLICY, full_layers, random_heads, scores_of
+from test_hidden_state import held_out
 from test_proxy import make_mapper
 from tiny import pad_left, random_ids, tiny_model
+from transformers import AutoModelForCausalLM
 
-from proxykv_hf import GeometryError, HiddenStateScorer, InvalidInputError, JointScorer, ProxyPrunedCache, ProxyScorer
+from proxykv_hf import (
+    GeometryError,
+    HiddenStateScorer,
+    InvalidInputError,
+    JointScorer,
+    ProxyKVConfig,
+    ProxyPrunedCache,
+    ProxyScorer,
+    RandomScorer,
+    with_proxykv,
+)
+from proxykv_hf._compat import cache_keyword
 from proxykv_hf.prefill import SCHEDULES
+from proxykv_hf.pretrained import SELF_PROXY, first_layers
+from proxykv_hf.training.hidden_state import agreement
+from proxykv_hf.training.metrics import mean_agreement
+from proxykv_hf.training.shards import load_shards
 
 TOKENS = 45
 PADS = (0, 11, 4)
@@ -95,3 +114,55 @@ def test_a_prefill_that_is_dropped_stops_the_proxy(monkeypatch):
     with ProxyPrunedCache(target, scorer, POLICY, schedule="overlap") as cache, pytest.raises(RuntimeError):
         cache.prefill(random_ids(1, TOKENS))
     assert stopped.wait(30)
+
+
+def test_heads_beside_a_mapper_are_used_by_every_way_in(tmp_path):
+    target = tiny_model("llama", 2)
+    small = first_layers(target, 2)
+    mapper, own = make_mapper(target, small, whole_proxy=target, proxy_id=SELF_PROXY), parts(target)[1]
+    mapper.save_pretrained(tmp_path / "mapper")
+    own.save_pretrained(tmp_path / "heads")
+    options = {"max_new_tokens": 8, "do_sample": False}
+    ids, scorer = random_ids(2, TOKENS), JointScorer(ProxyScorer(small, mapper), own)
+    with ProxyPrunedCache(target, scorer, POLICY, strict=True) as cache:
+        expected = target.generate(ids, **options, **{cache_keyword(target): cache})
+        kept = [cache.kept_indices(layer, 1) for layer in range(3)]
+    folders = {"mapper": tmp_path / "mapper", "hidden_state": tmp_path / "heads"}
+    with ProxyPrunedCache.from_pretrained(
+        folders["mapper"], target=target, hidden_state=folders["hidden_state"], policy=POLICY, strict=True
+    ) as cache:
+        cache.prefill(ids)
+        for layer, heads in enumerate(kept):
+            assert all(torch.equal(a, b) for a, b in zip(heads, cache.kept_indices(layer, 1), strict=True))
+    config = ProxyKVConfig(**folders, policy=POLICY, strict=True)
+    for _ in range(2):  # the second time nothing is loaded
+        assert torch.equal(with_proxykv(target).generate(ids, proxykv=config, **options), expected)
+    config.hidden_state = None
+    assert isinstance(config.make_cache(target).scorer, ProxyScorer)
+    with pytest.raises(InvalidInputError, match="hidden_state: expected only with a mapper"):
+        ProxyKVConfig(scorer=RandomScorer(0), hidden_state=tmp_path / "heads")
+    with pytest.raises(InvalidInputError, match="expected a folder of hidden-state heads"):
+        ProxyPrunedCache.from_pretrained(tmp_path / "mapper", target=target, hidden_state=tmp_path / "mapper")
+
+
+def test_the_table_of_shares(tmp_path, capsys):
+    home = make_home(tmp_path / "home")
+    target = AutoModelForCausalLM.from_pretrained(home / "target")
+    folder = held_out(tmp_path / "shards", home)
+    make_mapper(target, first_layers(target, 2), whole_proxy=target, proxy_id=SELF_PROXY).save_pretrained(
+        home / "mapper"
+    )
+    own = parts(target)[1]
+    own.save_pretrained(home / "heads")
+    options = ["--target", str(home / "target"), "--mapper", str(home / "mapper"), "--device", "cpu"]
+    options += ["--hidden-state", str(home / "heads"), "--dtype", "float32", "--shares", "0", "1"]
+    joint_share.main([*options, "--teacher", str(folder)])
+    header, _, proxy, alone = (line.split(" | ") for line in capsys.readouterr().out.splitlines())
+    documents = [document for document in load_shards(folder) if document.split == "held_out"]
+    expected = agreement(target, own.heads, documents)
+    assert (proxy[0], alone[0]) == ("| 0.00", "| 1.00")
+    assert [float(value) for value in alone[1:-1]] == pytest.approx([expected[name] for name in header[1:-1]], abs=6e-4)
+    assert float(alone[-1].strip(" |")) == pytest.approx(mean_agreement(expected), abs=6e-5)
+    assert proxy[1:] != alone[1:]
+    with pytest.raises(SystemExit, match="expected documents that are held out"):
+        joint_share.main([*options, "--teacher", str(home / "teacher")])

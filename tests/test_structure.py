@@ -47,8 +47,8 @@ LEVELS = {
         "scorers.snapkv",
         "scorers.streaming_llm",
     ],
-    7: ["scorers.proxy", "scorers.static_alignment"],
-    8: ["pretrained", "scorers.joint", "evaluation.rows"],
+    7: ["scorers.joint", "scorers.proxy", "scorers.static_alignment"],
+    8: ["pretrained", "evaluation.rows"],
     9: [
         "generation",
         "model_card",

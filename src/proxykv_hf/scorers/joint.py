@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import InvalidInputError
 from .base import Observation, ScorerRun, ScoringRequest, WholeCache
 from .hidden_state import HiddenStateScorer
-from .proxy import ProxyScorer
+from .on_lane import LaneScorer
 
 #: Weight of the hidden states' say; agreement with KVzip on held-out documents is flat from 0.25 to 0.4.
 SHARE = 1 / 3
@@ -23,7 +23,7 @@ class JointScorer:
     """``(1 - share)`` times the proxy's log scores, and ``share`` times those of the hidden states.
 
     Args:
-        proxy: The scorer of a mapper and its proxy.
+        proxy: The scorer of a small model, `ProxyScorer`.
         hidden_state: The scorer of trained heads.
         share: Of the hidden states, from 0 to 1.
 
@@ -34,7 +34,7 @@ class JointScorer:
     name = "joint"
     observes = True
 
-    def __init__(self, proxy: ProxyScorer, hidden_state: HiddenStateScorer, share: float = SHARE) -> None:
+    def __init__(self, proxy: LaneScorer, hidden_state: HiddenStateScorer, share: float = SHARE) -> None:
         if not 0 <= share <= 1:
             raise InvalidInputError(f"share: expected a number from 0 to 1, got {share!r}")
         self.proxy, self.hidden_state, self.share = proxy, hidden_state, share
@@ -45,7 +45,7 @@ class JointScorer:
 
         Raises:
             GeometryError: Mapper or heads were trained for another target.
-            InvalidInputError: A prompt that the proxy cannot read, see `ProxyScorer.begin`.
+            InvalidInputError: A prompt that the proxy cannot read, see `LaneScorer.begin`.
         """
         return _JointRun(self, request)
 
