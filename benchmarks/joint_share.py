@@ -1,4 +1,4 @@
-"""How well `JointScorer` agrees with KVzip, for each share of the hidden states' say: 0 for the proxy alone, 1 for them.
+"""How well `JointScorer` agrees with KVzip for each share of the hidden states, from 0, the proxy alone, to 1.
 
     python benchmarks/joint_share.py --target qwen2.5-coder-1.5b --mapper mappers/qwen2.5-coder \
         --proxy qwen2.5-coder-0.5b --hidden-state mappers/qwen2.5-coder-hidden_state --dtype bfloat16 --teacher FOLDER
