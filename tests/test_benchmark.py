@@ -122,7 +122,7 @@ def test_an_interrupted_run_keeps_the_repeats_that_are_whole(bench, tmp_path, mo
     [
         (
             {"methods": ("full", "guess")},
-            "methods: expected some of full, uncompressed, proxykv, joint, .*, got full, guess",
+            "methods: expected some of full, uncompressed, proxykv, kvzip, .*, got full, guess",
         ),
         ({"methods": ("full", "full")}, "each once, got full, full"),
         ({"methods": ("full", "proxykv")}, "give --mapper FOLDER"),

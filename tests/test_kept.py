@@ -98,7 +98,7 @@ def test_the_command_draws(tmp_path, capsys):
         (["--methods", "proxykv"], "method proxykv: expected a trained mapper, got none: give --mapper FOLDER"),
         (
             ["--methods", "random", "--proxy", "p"],
-            "--proxy: expected only with a method that reads it (proxykv, joint, static",
+            "--proxy: expected only with a method that reads it (proxykv, static",
         ),
         (["--methods", "random", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
         (["--methods", "random", "--mark", "42"], "expected passages of the text's 41 tokens, got '42'"),

@@ -142,13 +142,13 @@ def test_a_mapper_is_loaded_once_for_a_model(tmp_path, monkeypatch):
 
     model = with_proxykv(tiny_model("llama", 3))
     make_mapper(model, first_layers(model, 2), proxy_id=SELF_PROXY).save_pretrained(tmp_path)
-    loads, load = [], generation.load_scorer
+    loads, load = [], generation.load_proxy_scorer
 
     def counted(*args, **kwargs):
         loads.append(kwargs["threads"])
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(generation, "load_scorer", counted)
+    monkeypatch.setattr(generation, "load_proxy_scorer", counted)
     config = ProxyKVConfig(mapper=tmp_path, retention_ratio=0.5, strict=True, options={"threads": 1})
     ids = random_ids(1, TOKENS)
     first = model.generate(ids, **GREEDY, proxykv=config)

@@ -210,12 +210,10 @@ def test_a_case_without_positions_is_refused_by_name_before_any_work(model, meth
 
 def test_methods_are_known_by_name(model):
     native = {name: making.allocation for name, making in METHODS.items()}
-    everywhere = {"proxykv", "joint", "kvzip", "head_prior", "static_alignment", "hidden_state"}
+    everywhere = {"proxykv", "kvzip", "head_prior", "static_alignment", "hidden_state"}
     each_head = {"snapkv", "h2o", "expected_attention", "streaming_llm", "random"}
     assert native == dict.fromkeys(everywhere, "global") | dict.fromkeys(each_head, "uniform")
-    with pytest.raises(
-        InvalidInputError, match=r"expected some of full, proxykv, joint, kvzip, .*, each once, got guess"
-    ):
+    with pytest.raises(InvalidInputError, match=r"expected some of full, proxykv, kvzip, .*, each once, got guess"):
         check_methods(["guess"])
     with pytest.raises(InvalidInputError, match="each once"):
         check_methods(["kvzip", "kvzip"])
@@ -226,6 +224,6 @@ def test_methods_are_known_by_name(model):
         "kvzip": ("global", "kvzip-1"),
         "snapkv": ("uniform", "window 64, kernel 5"),
     }
-    for name in ("proxykv", "joint", "head_prior", "static_alignment"):
+    for name in ("proxykv", "head_prior", "static_alignment"):
         with pytest.raises(InvalidInputError, match=f"method {name}: expected a trained mapper, got none"):
             make_methods([name], sources)

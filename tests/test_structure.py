@@ -47,7 +47,7 @@ LEVELS = {
         "scorers.snapkv",
         "scorers.streaming_llm",
     ],
-    7: ["scorers.joint", "scorers.proxy", "scorers.static_alignment"],
+    7: ["scorers.proxy", "scorers.static_alignment"],
     8: ["pretrained", "evaluation.rows"],
     9: [
         "generation",

@@ -25,7 +25,6 @@ from .scorers.fixed import FixedScorer
 from .scorers.h2o import H2OScorer
 from .scorers.head_prior import HeadPriorScorer
 from .scorers.hidden_state import HiddenStateHeads, HiddenStateScorer
-from .scorers.joint import JointScorer
 from .scorers.kvzip import KVzipScorer
 from .scorers.proxy import ProxyScorer
 from .scorers.random import RandomScorer
@@ -50,7 +49,6 @@ __all__ = [
     "HybridAxialMapperConfig",
     "InvalidInputError",
     "InvalidPolicyError",
-    "JointScorer",
     "KVzipScorer",
     "ModelGeometry",
     "Observation",

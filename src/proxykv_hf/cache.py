@@ -341,7 +341,6 @@ class ProxyPrunedCache(DynamicCache):
         timeout: float | None = None,
         schedule: Schedule | None = None,
         proxy: str | Path | PreTrainedModel | None = None,
-        hidden_state: str | Path | None = None,
         revision: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -360,30 +359,21 @@ class ProxyPrunedCache(DynamicCache):
             timeout: The same.
             schedule: The same.
             proxy: In place of the proxy that the mapper's config names, see `pretrained.load_proxy_scorer`.
-            hidden_state: A folder of trained heads on the target's own hidden states, whose say counts too, see
-                `JointScorer`; scores are then there only when the prefill is over.
             revision: Of the mapper, likewise.
             device: Of the proxy, likewise.
             dtype: The same.
             threads: CPU threads of the proxy's lane.
 
         Raises:
-            InvalidInputError: No mapper there, or no heads.
+            InvalidInputError: No mapper there.
             InvalidPolicyError: Both ratio and policy, or a wrong ratio.
-            GeometryError: The mapper was trained for another target or proxy, or the heads for another target.
+            GeometryError: The mapper was trained for another target or proxy.
         """
-        from .pretrained import load_scorer
+        from .pretrained import load_proxy_scorer
 
         policy = policy_or_ratio(policy, retention_ratio)
-        scorer = load_scorer(
-            mapper,
-            target=target,
-            hidden_state=hidden_state,
-            proxy=proxy,
-            revision=revision,
-            device=device,
-            dtype=dtype,
-            threads=threads,
+        scorer = load_proxy_scorer(
+            mapper, target=target, proxy=proxy, revision=revision, device=device, dtype=dtype, threads=threads
         )
         return cls(
             target,

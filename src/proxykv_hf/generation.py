@@ -16,7 +16,7 @@ from ._compat import CACHE_KEYWORDS, cache_keyword
 from .cache import ProxyPrunedCache
 from .errors import InvalidInputError
 from .prefill import Schedule
-from .pretrained import load_scorer
+from .pretrained import load_proxy_scorer
 from .prompt import Context
 from .retention import RetentionPolicy, policy_or_ratio
 from .scorers.base import Scorer
@@ -40,11 +40,10 @@ class ProxyKVConfig:
         strict: Raise if scoring fails.
         timeout: Seconds to wait for scores.
         schedule: When the proxy runs, see `ProxyPrunedCache`.
-        hidden_state: With ``mapper``: a folder of trained heads, whose say counts too, see `JointScorer`.
         options: For `load_proxy_scorer`: ``proxy``, ``revision``, ``device``, ``dtype``, ``threads``.
 
     Raises:
-        InvalidInputError: Both or neither of ``mapper`` and ``scorer``; ``hidden_state`` without a mapper.
+        InvalidInputError: Both or neither of ``mapper`` and ``scorer``.
         InvalidPolicyError: Both ``retention_ratio`` and ``policy``, or a wrong ratio.
     """
 
@@ -57,7 +56,6 @@ class ProxyKVConfig:
     strict: bool = False
     timeout: float | None = None
     schedule: Schedule | None = None
-    hidden_state: str | Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,8 +74,6 @@ class ProxyKVConfig:
         if (self.mapper is None) == (self.scorer is None):
             given = "neither" if self.mapper is None else "both"
             raise InvalidInputError(f"expected a mapper or a scorer, got {given}: give exactly one of them")
-        if self.mapper is None and self.hidden_state is not None:
-            raise InvalidInputError("hidden_state: expected only with a mapper; alone it is a HiddenStateScorer")
         return policy_or_ratio(self.policy, self.retention_ratio)
 
     def make_cache(self, target: PreTrainedModel) -> ProxyPrunedCache:
@@ -98,10 +94,10 @@ class ProxyKVConfig:
         if self.scorer is not None:
             return self.scorer
         assert self.mapper is not None
-        source = (self.mapper, self.hidden_state, dict(self.options))
+        source = (self.mapper, dict(self.options))
         loaded, scorer = self._loaded.get(target, (None, None))
         if scorer is None or loaded != source:
-            scorer = load_scorer(self.mapper, target=target, hidden_state=self.hidden_state, **self.options)
+            scorer = load_proxy_scorer(self.mapper, target=target, **self.options)
             self._loaded[target] = (source, scorer)
         return scorer
 

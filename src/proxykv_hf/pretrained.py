@@ -26,37 +26,10 @@ from .errors import InvalidInputError, ProxyKVError, ProxyKVWarning, Unsupported
 from .geometry import ModelGeometry, are_other_weights, check_loaded, device_of
 from .lane import usable_device
 from .mapper import HybridAxialMapper
-from .scorers.hidden_state import HiddenStateScorer
-from .scorers.joint import JointScorer
 from .scorers.proxy import ProxyScorer, check_proxy, check_target
 
 #: As a mapper's ``proxy_id``: the proxy is the target's own first layers, its parameters shared.
 SELF_PROXY = "target"
-
-
-def load_scorer(
-    mapper: str | Path | HybridAxialMapper,
-    *,
-    target: PreTrainedModel,
-    hidden_state: str | Path | None = None,
-    **options: Any,
-) -> ProxyScorer | JointScorer:
-    """The scorer that a mapper describes, with the say of trained heads where there are any.
-
-    Args:
-        mapper: See `load_proxy_scorer`.
-        target: The same.
-        hidden_state: A folder of heads on the target's own hidden states, or None.
-        options: Others of `load_proxy_scorer`.
-
-    Raises:
-        InvalidInputError: As `load_proxy_scorer`; or the folder holds no heads.
-        GeometryError: As `load_proxy_scorer`; or the heads were trained for another target.
-    """
-    scorer = load_proxy_scorer(mapper, target=target, **options)
-    if hidden_state is None:
-        return scorer
-    return JointScorer(scorer, HiddenStateScorer.from_pretrained(hidden_state, target=target))
 
 
 def load_proxy_scorer(
@@ -118,7 +91,7 @@ def load_proxy_scorer(
                 f"the mapper was trained with other weights of the {what} (another fine-tune or quantization of the "
                 f"same geometry, or the same weights in another dtype than {model.dtype}): it keeps a little less well",
                 ProxyKVWarning,
-                stacklevel=4,  # the caller of `ProxyPrunedCache.from_pretrained`
+                stacklevel=3,
             )
     place = device_of(small)
     if loaded is mapper and (loaded.training or (loaded.device, loaded.dtype) != (place, torch.float32)):

@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         metavar="METHOD",
         help=f"some of {', '.join(METHODS)} (default: full kvzip snapkv, and proxykv with --mapper, hidden_state with "
-        "--hidden-state, joint with both)",
+        "--hidden-state)",
     )
     parser.add_argument("--retention-ratio", type=float, default=0.3, help="share of KV pairs kept (default: 0.3)")
     parser.add_argument("--allocation", choices=("global", "uniform"), default="global")

@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
         metavar="METHOD",
         help=f"some of {', '.join(METHODS)}, one with ratios of its own as in snapkv=0.1,0.2; the full cache is run in "
         "any case (default: kvzip snapkv random, and before them proxykv with --mapper, hidden_state with "
-        "--hidden-state, joint with both)",
+        "--hidden-state)",
     )
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[0.1, 0.2, 0.3], metavar="RATIO", help="shares of KV pairs kept"

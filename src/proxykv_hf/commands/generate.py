@@ -34,8 +34,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--scorer",
         choices=METHODS,
-        help="what rates the KV pairs (default: proxykv with --mapper, hidden_state with --hidden-state, joint with "
-        "both, kvzip with none)",
+        help="what rates the KV pairs (default: proxykv with --mapper, hidden_state with --hidden-state, else kvzip)",
     )
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--retention-ratio", type=float, help="share of KV pairs kept, in (0, 1] (default: 0.3)")
@@ -56,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.max_new_tokens < 1:
         raise InvalidInputError(f"--max-new-tokens: expected at least 1, got {arguments.max_new_tokens}")
-    name: str = arguments.scorer or ["kvzip", *sources.methods_of(arguments)][-1]
+    name: str = arguments.scorer or [*sources.methods_of(arguments), "kvzip"][0]
     sources.check(arguments, [name])
     document = read_text(arguments.file)
     if not document.strip():

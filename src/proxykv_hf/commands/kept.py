@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
         choices=METHODS,
         metavar="METHOD",
         help=f"some of {', '.join(METHODS)}; the others' overlap with the first is told (default: kvzip, and proxykv "
-        "with --mapper, hidden_state with --hidden-state, joint with both)",
+        "with --mapper, hidden_state with --hidden-state)",
     )
     parser.add_argument("--retention-ratio", type=float, default=0.3, help="share of KV pairs kept (default: 0.3)")
     parser.add_argument("--allocation", choices=("global", "uniform"), default="global")

@@ -16,24 +16,21 @@ from ..scorers.hidden_state import HiddenStateHeads, check_heads
 from ..scorers.proxy import check_target
 from .models import device_and_dtype, load, resolve, target_named
 
-#: As `Sources` calls them.
-OPTIONS = ("mapper", "hidden_state", "proxy")
-#: Methods that are run unasked where their options are given.
-DEFAULTS = {"proxykv": ("mapper",), "hidden_state": ("hidden_state",), "joint": ("mapper", "hidden_state")}
+#: As `Sources` calls them, and which method each of them is for in the first place.
+OPTIONS = {"mapper": "proxykv", "hidden_state": "hidden_state", "proxy": None}
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
     """The options ``--mapper``, ``--proxy`` and ``--hidden-state``."""
-    readers = [name for name, making in METHODS.items() if making.reads("mapper")]
+    readers = [name for name, making in METHODS.items() if "mapper" in making.wants]
     parser.add_argument("--mapper", help=f"a folder or Hub id, for {', '.join(readers)}")
     parser.add_argument("--proxy", help="like --target; by default the one that the mapper's config names")
-    parser.add_argument("--hidden-state", metavar="FOLDER", help="the trained heads, for hidden_state and joint")
+    parser.add_argument("--hidden-state", metavar="FOLDER", help="the trained heads, for hidden_state")
 
 
 def methods_of(arguments: argparse.Namespace) -> list[str]:
-    """The methods that a mapper or heads are given for, where no method is named, the best last."""
-    given = _given(arguments)
-    return [name for name, options in DEFAULTS.items() if given.issuperset(options)]
+    """The methods that a mapper or heads are given for, where no method is named."""
+    return [name for option, name in OPTIONS.items() if name is not None and getattr(arguments, option) is not None]
 
 
 def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
@@ -42,11 +39,7 @@ def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     Raises:
         InvalidInputError: They do not.
     """
-    check_sources(names, _given(arguments))
-
-
-def _given(arguments: argparse.Namespace) -> set[str]:
-    return {option for option in OPTIONS if getattr(arguments, option) is not None}
+    check_sources(names, {option for option in OPTIONS if getattr(arguments, option) is not None})
 
 
 def load_sources(arguments: argparse.Namespace, *, seed: int = 0, threads: int | None = None) -> Sources:

@@ -21,7 +21,6 @@ from ..scorers.expected_attention import ExpectedAttentionScorer
 from ..scorers.h2o import H2OScorer
 from ..scorers.head_prior import HeadPriorScorer
 from ..scorers.hidden_state import HiddenStateScorer
-from ..scorers.joint import JointScorer
 from ..scorers.kvzip import KVzipScorer
 from ..scorers.proxy import ProxyScorer
 from ..scorers.random import RandomScorer
@@ -94,8 +93,8 @@ class Sources:
     def proxykv(self) -> ProxyScorer:
         return load_proxy_scorer(self.mapper, target=self.target, proxy=self._proxy, threads=self.threads)
 
-    @functools.cached_property
     def hidden_state(self) -> HiddenStateScorer:
+        """The scorer of the trained heads."""
         if self._hidden_state is None:
             raise InvalidInputError(MISSING["hidden_state"])
         return HiddenStateScorer.from_pretrained(self._hidden_state, target=self.target)
@@ -146,14 +145,8 @@ def _expected_attention(sources: Sources) -> tuple[Scorer, str]:
 
 
 def _hidden_state(sources: Sources) -> tuple[Scorer, str]:
-    heads = sources.hidden_state.heads
-    return sources.hidden_state, f"heads {_digest(heads.weights, heads.bias)}"
-
-
-def _joint(sources: Sources) -> tuple[Scorer, str]:
-    identities = _proxykv(sources)[1], _hidden_state(sources)[1]
-    scorer = JointScorer(sources.proxykv, sources.hidden_state)
-    return scorer, f"{', '.join(identities)}, share {scorer.share:.3f}"
+    scorer = sources.hidden_state()
+    return scorer, f"heads {_digest(scorer.heads.weights, scorer.heads.bias)}"
 
 
 def _head_prior(sources: Sources) -> tuple[Scorer, str]:
@@ -187,28 +180,27 @@ class Making:
     Args:
         allocation: The one that its authors use.
         make: Its scorer and its identity.
-        wants: Of `Sources`, by name: of each group one has to be given.
+        wants: Of `Sources`, by name: one of them has to be given.
         takes: What else it reads if it is given.
     """
 
     allocation: Allocation
     make: Callable[[Sources], tuple[Scorer, str]]
-    wants: tuple[tuple[str, ...], ...] = ()
+    wants: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
 
     def reads(self, source: str) -> bool:
-        return any(source in group for group in (*self.wants, self.takes))
+        return source in self.wants or source in self.takes
 
 
 #: By name. Expected attention's authors let the heads of a layer compete, which is between the two allocations that
 #: there are.
 METHODS: dict[str, Making] = {
-    "proxykv": Making("global", _proxykv, wants=(("mapper",),), takes=("proxy",)),
-    "joint": Making("global", _joint, wants=(("mapper",), ("hidden_state",)), takes=("proxy",)),
+    "proxykv": Making("global", _proxykv, wants=("mapper",), takes=("proxy",)),
     "kvzip": Making("global", _kvzip),
-    "head_prior": Making("global", _head_prior, wants=(("mapper",),)),
-    "static_alignment": Making("global", _static_alignment, wants=(("mapper", "proxy"),)),
-    "hidden_state": Making("global", _hidden_state, wants=(("hidden_state",),)),
+    "head_prior": Making("global", _head_prior, wants=("mapper",)),
+    "static_alignment": Making("global", _static_alignment, wants=("mapper", "proxy")),
+    "hidden_state": Making("global", _hidden_state, wants=("hidden_state",)),
     "snapkv": Making("uniform", _snapkv),
     "h2o": Making("uniform", _h2o),
     "expected_attention": Making("uniform", _expected_attention),
@@ -228,9 +220,8 @@ def check_sources(names: Sequence[str], given: set[str]) -> None:
         InvalidInputError: Something is missing, or given for nothing.
     """
     for name in names:
-        for group in METHODS[name].wants:
-            if not given.intersection(group):
-                raise InvalidInputError(f"method {name}: {MISSING[group[0]]}")
+        if (wants := METHODS[name].wants) and not given.intersection(wants):
+            raise InvalidInputError(f"method {name}: {MISSING[wants[0]]}")
     for source in sorted(given):
         readers = [name for name, making in METHODS.items() if making.reads(source)]
         if not set(readers).intersection(names):
