@@ -39,8 +39,11 @@ def score(metric, answer, *references, choices=()):
         ("retrieval", " 7", ("Paragraph 7",), 1.0),
         ("retrieval", "Paragraph 7 or Paragraph 17", ("Paragraph 7",), 0.5),
         ("retrieval", "none", ("Paragraph 7",), 0.0),
-        # The longest common subsequence of "return x" and "return y" has 7 of their 8 characters each.
-        ("edit_similarity", "\n# a comment\n```\nreturn x\nreturn y", ("return y",), 7 / 8),
+        # "return x" and "return y" have a block of 7 of their 8 characters each in common; 7 / 8 in whole hundredths.
+        ("edit_similarity", "\n# a comment\n```\nreturn x\nreturn y", ("return y",), 0.88),
+        # Of "abcd" and "bcda" the longest block, "bcd", counts; no "a" stands on its same side.
+        ("edit_similarity", "abcd", ("bcda", "xyz"), 0.75),
+        ("edit_similarity", "", ("return y",), 0.0),
         ("edit_similarity", "// no code", ("return y",), 0.0),
         # Four words in common, in order, of five and of six: precision 4/5, recall 4/6.
         ("rouge_l", "one two three four five", ("one two three four six seven",), 2 * 0.8 * (4 / 6) / (0.8 + 4 / 6)),

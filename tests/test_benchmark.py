@@ -170,6 +170,18 @@ def test_a_proxy_without_the_positions_is_refused_before_a_model_is_loaded(bench
     assert "need 40 positions, but the proxy has 30: give shorter lengths\n" in printed.err
 
 
+def test_a_proxy_without_the_positions_to_repeat_is_refused_before_anything_is_measured(bench, tmp_path, monkeypatch):
+    small = tiny_model("llama", 3)
+    small.config.max_position_embeddings = 300
+    small.save_pretrained(tmp_path / "proxy")
+    tiny_tokenizer().save_pretrained(tmp_path / "proxy")
+    monkeypatch.setattr(measure, "measure", None)
+    options = {"methods": ("full", "static_alignment"), "lengths": (40, 200)}
+    code, printed, _ = bench("--proxy", str(tmp_path / "proxy"), **options)
+    assert code == 2
+    assert "expected at most 300 tokens, the proxy's positions, got" in printed.err
+
+
 @pytest.mark.parametrize(("module", "extra"), [("tqdm", "models"), ("matplotlib", "plot")])
 def test_a_missing_extra_is_named(bench, tmp_path, monkeypatch, module, extra):
     monkeypatch.setitem(sys.modules, module, None)

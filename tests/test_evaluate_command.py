@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import asked
 import pytest
 import torch
 from test_proxy import make_mapper
+from transformers import AutoTokenizer
 
 from proxykv_hf import cli
 from proxykv_hf.commands import evaluate as command
@@ -209,7 +212,10 @@ def test_a_retrained_mapper_is_another_method(home, tmp_path, capsys):
         (["--methods", "guess"], "methods: expected some of full, proxykv, kvzip, "),
         (["--ratios", "0.3", "1.5"], "retention_ratio: expected a number in (0, 1], got 1.5"),
         (["--methods", "snapkv=0.1,"], "--methods: expected ratios as in snapkv=0.1,0.2, got 'snapkv=0.1,'"),
-        (["--methods", "snapkv=0.1,2"], "retention_ratio: expected a number in (0, 1], got 2.0"),
+        (["--methods", "full=0.5", "random"], "--methods: expected full without ratios, since it keeps everything"),
+        (["--methods", "random=0.5"], "--ratios: expected only with a method that has no ratios of its own"),
+        (["--methods", "full"], "--ratios: expected only with a method that has no ratios of its own"),
+        (["--methods", "snapkv=0.1,2", "random"], "retention_ratio: expected a number in (0, 1], got 2.0"),
         (["--ratios", "0.3", "0.3"], "ratios: expected at least one, each once, got 0.3, 0.3"),
         (["--tokens", "0"], "--tokens: expected at least 1, got 0"),
         (["--examples", "0"], "--examples: expected at least 1, got 0"),
@@ -305,3 +311,18 @@ def test_a_file_without_examples_or_with_what_is_for_tasks_is_refused(home, tmp_
     assert code == 2
     assert "--tokens: expected only with --tasks" in error
     assert not out.exists()
+
+
+def test_rows_of_another_chat_template_are_not_mixed(home, tmp_path, capsys):
+    folder, out = tmp_path / "target", tmp_path / "rows.jsonl"
+    shutil.copytree(home, folder)
+    arguments = options(folder, out, "--methods", "random", "--dtype", "float32")
+    assert run(capsys, *arguments)[0] == 0
+    before = out.read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for message in messages %}Today is Monday. {{ message['content'] }}{% endfor %} So: "
+    tokenizer.save_pretrained(folder)
+    code, error = run(capsys, *arguments, "--examples", str(EXAMPLES + 1))
+    assert code == 2
+    assert re.search("holds results of wording '[0-9a-f]{16}', and this run has '[0-9a-f]{16}': give another", error)
+    assert out.read_bytes() == before

@@ -45,6 +45,7 @@ def header(**changes):
         "seed": 0,
         "allocation": "native",
         "query_aware": False,
+        "wording": "77",
         "data": None,
         "tasks": {"easy": "exact_match", "fair": "exact_match", "hard": "f1"},
         "methods": ["proxykv", "kvzip", "snapkv"],
@@ -360,7 +361,10 @@ def test_of_some_tasks_alone(write, capsys):
         ({"ratio": 0}, r"line 3: ratio: expected a number in \(0, 1\], got 0"),
         ({"nll": math.nan}, r"line 3: nll: expected a number or null, got nan"),
         ({"task": "other"}, r"line 3: task: expected one of the header's tasks \(easy, fair, hard\), got 'other'"),
+        ({"task": ["easy"]}, r"line 3: task: expected one of the header's tasks .*, got \['easy'\]"),
         ({"question": "0"}, r"line 3: question: expected a number from 0, got '0'"),
+        ({"question": -1}, r"line 3: question: expected a number from 0, got -1"),
+        ({"bytes": -1}, r"line 3: bytes: expected a number from 0, got -1"),
         ({"bytes_full": 0}, r"line 3: bytes_full: expected a number above 0, got 0"),
     ],
 )
@@ -389,6 +393,7 @@ def test_files_that_are_none(write, tmp_path):
         ("{}\n", "line 1: expected a header, .* got none"),
         (json.dumps(header()) + '\n{"task": "ea', r"line 2: expected JSON, .*a run that was cut short\?"),
         (json.dumps(header(format=2)) + "\n", "header.format: expected 1, got 2"),
+        (json.dumps(header(later=3)) + "\n", "header.later: expected a list of runs, got 3"),
         (json.dumps(header()) + "\n", "expected rows after the header, got none"),
     ):
         path.write_text(text)

@@ -62,7 +62,7 @@ def test_bad_lines_are_named_and_the_rest_is_read(tmp_path):
         (
             good | {"questions": [{"text": "?"}]},
             r"questions\[0\].references",
-            "expected a list of strings, got no such",
+            "expected a list of strings that are not blank, got no such",
         ),
         (good | {"questions": [asked(references=[])]}, r"questions\[0\].references", "expected at least one string"),
         (
@@ -70,6 +70,18 @@ def test_bad_lines_are_named_and_the_rest_is_read(tmp_path):
             r"questions\[0\].references",
             "expected a list of strings",
         ),
+        (
+            good | {"questions": [asked(references=["a", " "])]},
+            r"questions\[0\].references",
+            "expected .* not blank, got",
+        ),
+        (good | {"questions": [asked(choices=["a", ""])]}, r"questions\[0\].choices", "expected .* not blank, got"),
+        (
+            good | {"questions": [asked(text="half \ud83d")]},
+            r"questions\[0\].text",
+            r'expected a string, got "half \\ud83d"',
+        ),
+        (good | {"context": " \n"}, "context", "expected a string that is not blank, got"),
         (good | {"questions": [asked(max_new_tokens=0)]}, r"questions\[0\].max_new_tokens", "expected a number from 1"),
         (good | {"questions": [asked(max_new_tokens=True)]}, r"questions\[0\].max_new_tokens", "expected .*, got true"),
         (
@@ -202,9 +214,14 @@ def test_rulers_own_wording_is_ours(tmp_path):
 
 
 def test_rulers_bad_lines(tmp_path):
-    lines = [{"input": "No such thing. Question: what?", "outputs": ["x"]}, {"outputs": ["x"]}]
+    lines = [
+        {"input": "No such thing. Question: what?", "outputs": ["x"]},
+        {"outputs": ["x"]},
+        {"input": " \nWhat is the special magic number for x?", "outputs": ["x"]},
+    ]
     errors = read(written(tmp_path / "x.jsonl", lines), "ruler").errors
-    assert [(error.line, error.field) for error in errors] == [(1, "input"), (2, "input")]
+    assert [(error.line, error.field) for error in errors] == [(1, "input"), (2, "input"), (3, "input")]
+    assert "expected a document before the question" in errors[2].problem
     assert "expected a text with one of RULER's questions at its end" in errors[0].problem
 
 

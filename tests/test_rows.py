@@ -23,6 +23,7 @@ HEADER = {
     "seed": 0,
     "allocation": "native",
     "query_aware": False,
+    "wording": "77",
     "data": None,
     "tasks": {"fetch": "exact"},
     "examples": {"fetch 0": "aa", "fetch 1": "bb"},
@@ -175,6 +176,7 @@ def test_a_later_run_is_told_of_in_the_header(path):
         ("tokens", 512),
         ("seed", 1),
         ("query_aware", True),
+        ("wording", "78"),
         ("data", "a file"),
         ("format", 2),
     ],
@@ -228,6 +230,26 @@ def test_what_is_no_such_file_is_refused_and_left_alone(path, number, line, what
     with pytest.raises(InvalidInputError, match=f"line {number}: expected {what} as `proxykv evaluate` writes it"):
         RowFile(path, HEADER)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "words"),
+    [
+        (1, {"tasks": []}, "tasks is no dict"),
+        (1, {"ratios": 0.3}, "ratios is no list"),
+        (1, {"later": 3}, "later is no list of runs"),
+        (3, {"block": 0}, "block is 0, no number from 1"),
+        (3, {"block": "3"}, "block is '3', no number from 1"),
+        (3, {"task": ["fetch"]}, "task is no name or number"),
+    ],
+)
+def test_a_field_of_another_kind_is_named_with_its_line(path, number, changes, words):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    changed = lines[number - 1]["header"] if number == 1 else lines[number - 1]
+    changed |= changes
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(InvalidInputError, match=f"line {number}: expected .*: {words}"):
+        RowFile(path, HEADER)
 
 
 @pytest.mark.parametrize("content", [b"only copy", b'{"my": "only copy"}', b"{", b'{"header": {"format"'])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asked
 import pytest
 import torch
-from tiny import tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 from proxykv_hf import InvalidInputError, InvalidPolicyError, KVzipScorer, ProxyPrunedCache, RandomScorer, SnapKVScorer
 from proxykv_hf._compat import cache_keyword, call_forward
@@ -104,6 +104,46 @@ def test_every_row_is_what_the_plain_way_gives(model, methods, query_aware):
         full = next(full for full in rows if (full["method"], full["question"]) == (FULL, row["question"]))
         assert row["bytes_full"] == full["bytes"]
         assert row["seconds"] > 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("batch_tokens", [1, 4096])
+def test_no_place_in_a_sliding_window_is_taken_by_what_a_row_is_not_to_see(family, batch_tokens):
+    model = tiny_model(family, 2)
+    model.generation_config.eos_token_id = list(range(150, 200))
+    methods = {"snapkv": Method(SnapKVScorer(8), "uniform", ""), "random": Method(RandomScorer(), "uniform", "")}
+    cells = make_cells(native(methods), [0.5, 1.0], "native")
+    for index in (1, 2):
+        made = case(index)
+        known = {}
+        for methods_now in ({"random": methods["random"]}, methods):  # the second time full answers are known
+            some = [cell for cell in cells if cell.method in (FULL, *methods_now)]
+            running = Runner(model, TOKENIZER, methods_now, some, asked.METRICS, batch_tokens)
+            known |= {key_of(row): row for row in running.run(made, known, nothing)}
+        for row in known.values():
+            question = made.example.questions[row["question"]]
+            cell = Cell(row["method"], row["allocation"], row["ratio"])
+            expected = alone(model, methods, made.example, question, cell, False, f" {question.references[0]}")
+            assert row["answer"] == expected[0]
+            assert row["nll"] == pytest.approx(expected[1], abs=1e-4)
+
+
+def test_logits_that_are_no_numbers_are_told_of_by_name(methods):
+    model = asked.talkative_model()
+    model.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(InvalidInputError, match=r"task letters, example 00001, full at 1: expected logits .* --dtype"):
+        runner(model, methods).run(case(), {}, nothing)
+
+
+def test_a_turn_of_nothing_is_refused_by_name(monkeypatch):
+    from proxykv_hf.evaluation import prompts
+    from proxykv_hf.evaluation.task import Example, Question
+
+    monkeypatch.setattr(prompts, "chat_affixes", lambda tokenizer: ("<", ""))
+    for query_aware, text in ((True, "What?"), (False, "")):
+        example = Example("mine", "7", "once", (Question(text, ("a",)),))
+        with pytest.raises(InvalidInputError, match="task mine, example 7: expected something between the context and"):
+            Case.of(example, "held", TOKENIZER, query_aware)
 
 
 def test_one_prefill_a_document_and_none_for_what_is_known(model, methods, monkeypatch):

@@ -152,4 +152,6 @@ def test_an_interval_excludes_zero_or_not():
     assert Estimate(1.0, 0.1, 2.0).excludes_zero
     assert Estimate(-1.0, -2.0, -0.1).excludes_zero
     assert not Estimate(1.0, 0.0, 2.0).excludes_zero
+    assert not Estimate(1.0, 4.9e-18, 2.0).excludes_zero  # what rounding leaves of equal means of fifths
+    assert not Estimate(-1.0, -2.0, -4.9e-18).excludes_zero
     assert not Estimate(1.0).excludes_zero

@@ -309,6 +309,25 @@ class Prefill:
         )
 
 
+def check_scorable(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    scorers: Iterable[Scorer],
+    input_ids: Tensor,
+    context: tuple[int, int] | None = None,
+) -> None:
+    """Have scorers refuse a prompt `[1, n]` that they could not score, long before they are to.
+
+    Raises:
+        ValueError, UnsupportedModelError: What one refuses, see `Scorer.begin`.
+    """
+    prompt, _ = read_prompt(input_ids, None, None, context, (1, input_ids.shape[1]))
+    geometry, limit = ModelGeometry.from_config(target.config), max_positions(target.config)
+    request = ScoringRequest(prompt, target, geometry, tokenizer, limit, at_once=False)
+    for scorer in scorers:
+        scorer.begin(request).cancel()
+
+
 class WholeLayers:
     """A prefilled cache's layers as scorers read them (`scorers.base.WholeCache`)."""
 

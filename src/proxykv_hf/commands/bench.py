@@ -15,6 +15,7 @@ from ..benchmark.report import check_writable, markdown, plot, summarize, write_
 from ..errors import InvalidInputError
 from ..evaluation.methods import METHODS as SCORERS
 from ..geometry import ModelGeometry
+from ..prefill import check_scorable
 from ..pretrained import SELF_PROXY, load_mapper
 from ..retention import RetentionPolicy
 from ..scorers.proxy import check_target
@@ -93,6 +94,8 @@ def run(arguments: argparse.Namespace) -> None:
     plan.check_positions(ids, tokenizer, config, proxy_config)
 
     target, tokenizer, scorers = sources.load_scorers(arguments, plan.scored, threads=arguments.proxy_threads)
+    for length in plan.lengths:
+        check_scorable(target, tokenizer, scorers.values(), ids[:, :length])
     methods = make_methods(plan, scorers)
     rows: list[dict[str, Any]] = []
     with target_threads(arguments.threads):

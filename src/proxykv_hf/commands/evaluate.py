@@ -23,6 +23,7 @@ from ..chat import encode
 from ..errors import InvalidInputError
 from ..evaluation.methods import FULL, METHODS, Method, check_methods, make_methods
 from ..evaluation.metrics import METRICS, check_metric
+from ..evaluation.prompts import wording_fingerprint
 from ..evaluation.readers import FORMATS, Reading, read
 from ..evaluation.rows import FORMAT, RowFile
 from ..evaluation.runner import ALLOCATIONS, WHOLE, Case, Cell, Runner, make_cells
@@ -59,7 +60,11 @@ def add_parser(commands: Any) -> None:
         "--hidden-state)",
     )
     parser.add_argument(
-        "--ratios", type=float, nargs="+", default=[0.1, 0.2, 0.3], metavar="RATIO", help="shares of KV pairs kept"
+        "--ratios",
+        type=float,
+        nargs="+",
+        metavar="RATIO",
+        help="shares of KV pairs kept, of methods without ratios of their own (default: 0.1 0.2 0.3)",
     )
     parser.add_argument("--tokens", type=int, help="length of a context of --tasks (default: 1024)")
     parser.add_argument("--examples", type=int, help="of each task (default: 10, of --data all)")
@@ -110,7 +115,7 @@ def _evaluate(
     for case in cases:
         runner.check(case)
     ratios = sorted({cell.ratio for cell in cells if cell != WHOLE})
-    header = _header(arguments, target, metrics, examples, methods, ratios)
+    header = _header(arguments, target, tokenizer, metrics, examples, methods, ratios)
     file = RowFile(arguments.out, header, arguments.redo)
     keys = [key for case in cases for key in runner.keys(case)]
     with tqdm(total=len(keys), initial=sum(key in file.rows for key in keys), desc="answers") as bar:
@@ -125,6 +130,11 @@ def _checked(arguments: argparse.Namespace) -> list[Cell]:
     default = [*methods_of(arguments), "kvzip", "snapkv", "random"]
     asked = [_method(text) for text in arguments.methods or default]
     names = check_methods([name for name, _ in asked])
+    own = {name: ratios for name, ratios in asked if ratios is not None}
+    if FULL in own:
+        raise InvalidInputError(f"--methods: expected {FULL} without ratios, since it keeps everything")
+    if arguments.ratios is not None and own.keys() >= set(names):
+        raise InvalidInputError("--ratios: expected only with a method that has no ratios of its own, got none")
     check(arguments, names)
     for option in ("tokens", "examples", "questions", "batch_tokens"):
         value = getattr(arguments, option)
@@ -143,9 +153,9 @@ def _checked(arguments: argparse.Namespace) -> list[Cell]:
     check_writable(arguments.out)
     return make_cells(
         {name: METHODS[name].allocation for name in names},
-        arguments.ratios,
+        [0.1, 0.2, 0.3] if arguments.ratios is None else arguments.ratios,
         arguments.allocation,
-        {name: own for name, own in asked if own is not None},
+        own,
     )
 
 
@@ -209,6 +219,7 @@ def _first(examples: Sequence[Example], count: int | None) -> list[Example]:
 def _header(
     arguments: argparse.Namespace,
     target: Any,
+    tokenizer: PreTrainedTokenizerBase,
     metrics: dict[str, str],
     examples: list[Example],
     methods: dict[str, Method],
@@ -227,6 +238,7 @@ def _header(
         "seed": arguments.seed,
         "allocation": arguments.allocation,
         "query_aware": arguments.query_aware,
+        "wording": wording_fingerprint(tokenizer),
         "data": None if data is None else hashlib.sha256(data.read_bytes()).hexdigest(),
         "tasks": metrics,
         "examples": {f"{example.task} {example.name}": example.fingerprint for example in examples},

@@ -3,8 +3,9 @@
 Decoding a token at a time is dear, and a cache that lost little answers as the full one does. So each question may
 bring a draft, the full cache's own answer: one forward over question and draft shows how much of it this cache would
 have said itself, and generation goes on only from the first token that differs. The draft changes the cost and not
-the answer. Tokens that a row is not to see (a refused draft, padding) stay in the cache and are masked: in
-sliding-window layers they count in the window.
+the answer. Tokens that a row is not to see (a refused draft, padding) stay in the cache and are masked. In a
+sliding-window layer they would take places in the window: a target with such layers is to be asked without drafts, one
+question at a time.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def end_tokens(target: PreTrainedModel) -> frozenset[int]:
     return frozenset([given] if isinstance(given, int) else given or [])
 
 
-def batches(turns: Sequence[Turn], ways: int, batch_tokens: int) -> Iterator[tuple[list[int], range]]:
+def batches(
+    turns: Sequence[Turn], ways: int, batch_tokens: int, one_by_one: bool = False
+) -> Iterator[tuple[list[int], range]]:
     """Which turns go together, and for how many copies of the prompt, with at most ``batch_tokens`` in a forward.
 
     At least one turn and one copy go in any case. Turns of like length go together.
@@ -81,13 +84,15 @@ def batches(turns: Sequence[Turn], ways: int, batch_tokens: int) -> Iterator[tup
         turns: All that are to be asked.
         ways: Copies of the prompt, each of which is asked all of them.
         batch_tokens: Tokens of a forward, padding included.
+        one_by_one: No two turns go together, so that there is no padding.
 
     Yields: places among the turns, and a run of the ways.
     """
     order = sorted(range(len(turns)), key=lambda place: turns[place].tokens)
     while order:
         count = 1
-        while count < len(order) and (count + 1) * turns[order[count]].tokens <= batch_tokens:
+        most = 1 if one_by_one else len(order)
+        while count < most and (count + 1) * turns[order[count]].tokens <= batch_tokens:
             count += 1
         group, order = order[:count], order[count:]
         together = max(1, batch_tokens // (count * turns[group[-1]].tokens))

@@ -1,11 +1,12 @@
 """How an answer is scored, in [0, 1]: RULER's (arXiv 2404.06654) and LongBench's metrics (arXiv 2308.14508).
 
 ``METRICS[name](answer, question)``; with several references the best one counts, but for `string_match_all`, which
-wants them all. ROUGE and the edit similarity need the extra ``eval``; `check_metric` says so before any work.
+wants them all. ROUGE needs the extra ``eval``; `check_metric` says so before any work.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 import string
@@ -18,7 +19,7 @@ from .task import Question
 
 Metric = Callable[[str, Question], float]
 #: Packages that a metric needs, all of them in the extra ``eval``.
-PACKAGES = {"rouge_l": "rouge", "rouge_l_first_line": "rouge", "edit_similarity": "rapidfuzz"}
+PACKAGES = {"rouge_l": "rouge", "rouge_l_first_line": "rouge"}
 
 
 def check_metric(name: str) -> None:
@@ -111,15 +112,16 @@ def retrieval(answer: str, question: Question) -> float:
 
 
 def edit_similarity(answer: str, question: Question) -> float:
-    """``2 M / T`` of the answer's first line of code, by the package ``rapidfuzz`` (LongBench, code completion).
+    """``2 M / T`` of the answer's first line of code, in whole hundredths (LongBench, code completion).
 
-    M are the characters in the longest common subsequence, T those of both texts. A line with a backquote, ``#`` or
+    M are the characters in matching blocks, T those of both texts: `difflib.SequenceMatcher`, which LongBench's
+    ``fuzzywuzzy`` uses unless python-Levenshtein is installed, whose ratio is higher. A line with a backquote, ``#`` or
     ``//`` is none of code.
     """
-    fuzz = _package("rapidfuzz.fuzz")
     lines = answer.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return max(float(fuzz.ratio(code, reference)) / 100 for reference in question.references)
+    matchers = (difflib.SequenceMatcher(None, code, reference) for reference in question.references)
+    return max(round(100 * matcher.ratio()) / 100 for matcher in matchers)
 
 
 def first_line(answer: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
-from .rows import FORMAT, SAME
+from .rows import FORMAT, SAME, are_runs
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,8 @@ def _add_header(header: Any, path: Path, outcomes: Outcomes) -> None:
     for name in SAME:
         if name not in header:
             raise InvalidInputError(f"{where}: header.{name}: expected a value, got none")
+    if not are_runs(header.get("later", [])):
+        raise InvalidInputError(f"{where}: header.later: expected a list of runs, got {header['later']!r}")
     tasks = header.get("tasks")
     if not isinstance(tasks, dict):
         raise InvalidInputError(f"{where}: header.tasks: expected metrics by task, got {tasks!r}")
@@ -209,8 +211,15 @@ def _add_row(row: dict[str, Any], where: str, outcomes: Outcomes) -> None:
             raise InvalidInputError(f"{where}: {name}: expected {what}, got {row[name]!r}")
         return row[name]
 
-    task = take("task", f"one of the header's tasks ({', '.join(outcomes.tasks)})", lambda v: v in outcomes.tasks)
-    asked = (take("example", "a name", _is_name), take("question", "a number from 0", lambda v: type(v) is int))
+    task = take(
+        "task",
+        f"one of the header's tasks ({', '.join(outcomes.tasks)})",
+        lambda v: _is_name(v) and v in outcomes.tasks,
+    )
+    asked = (
+        take("example", "a name", _is_name),
+        take("question", "a number from 0", lambda v: type(v) is int and v >= 0),
+    )
     method = take("method", "a name", _is_name)
     if method == FULL.variant.method:
         point = FULL
@@ -221,7 +230,7 @@ def _add_row(row: dict[str, Any], where: str, outcomes: Outcomes) -> None:
     outcome = Outcome(
         score=float(take("score", "a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1)),
         nll=math.nan if row.get("nll", 0) is None else float(take("nll", "a number or null", _is_number)),
-        kept=take("bytes", "a number", _is_number) / full,
+        kept=take("bytes", "a number from 0", lambda v: _is_number(v) and v >= 0) / full,
     )
     known = outcomes.rows.setdefault(task, {}).setdefault(asked, {}).setdefault(point, outcome)
     if known.score != outcome.score:

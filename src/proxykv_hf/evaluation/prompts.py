@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from ..chat import chat_affixes, encode
+from ..errors import InvalidInputError
 from .answers import Turn
 from .task import Example, Question
 
@@ -56,13 +58,29 @@ def sittings(
     if query_aware:
         for place, question in enumerate(example.questions):
             turn = Turn(tuple(begun[place]), references[place], question.max_new_tokens)
-            yield Sitting((*ids, *asked[place]), span, (place,), (turn,))
+            yield Sitting((*ids, *asked[place]), span, (place,), (_checked(turn, example),))
         return
     turns = [
         Turn((*ask, *begin), reference, question.max_new_tokens)
         for question, ask, begin, reference in zip(example.questions, asked, begun, references, strict=True)
     ]
-    yield Sitting(ids, span, tuple(range(len(turns))), tuple(turns))
+    yield Sitting(ids, span, tuple(range(len(turns))), tuple(_checked(turn, example) for turn in turns))
+
+
+def wording_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits that differ where the chat template, or a tokenizer's way with it, does."""
+    tokens = [encode(tokenizer, text) for text in chat_affixes(tokenizer)]
+    return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
+
+
+def _checked(turn: Turn, example: Example) -> Turn:
+    """Refuse a turn of no tokens, after which a model would be asked to go on with the context itself."""
+    if not turn.ids:
+        raise InvalidInputError(
+            f"task {example.task}, example {example.name}: expected something between the context and the answer, got "
+            "a question without text or answer prefix, and a chat template that puts nothing after the user's turn"
+        )
+    return turn
 
 
 def reference_text(question: Question, all_wanted: bool) -> str:

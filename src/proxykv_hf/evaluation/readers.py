@@ -65,17 +65,24 @@ class _Fields:
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self._values.get(name, default)
-        if not isinstance(value, str):
+        if not _is_text(value):
             raise self.wrong(name, "a string")
+        return str(value)
+
+    def filled(self, name: str) -> str:
+        """A string that is not blank."""
+        value = self.text(name)
+        if not value.strip():
+            raise self.wrong(name, "a string that is not blank")
         return value
 
     def texts(self, name: str, *, optional: bool = False) -> tuple[str, ...]:
-        """A list of strings; where it is optional, it may be empty, null or missing."""
+        """A list of strings, none blank: any answer holds that. If optional, it may be empty, null or missing."""
         value = self._values.get(name)
         if value is None and optional:
             return ()
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.wrong(name, "a list of strings")
+        if not isinstance(value, list) or not all(_is_text(item) and item.strip() for item in value):
+            raise self.wrong(name, "a list of strings that are not blank")
         if not value and not optional:
             raise self.wrong(name, "at least one string")
         return tuple(value)
@@ -104,8 +111,13 @@ class _Fields:
         return _FieldError(f"{self._prefix}{name}", f"expected {expected}, got {came}")
 
 
+def _is_text(value: Any) -> bool:
+    """Whether it is a string of Unicode; JSON may hold half of an emoji."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=not _is_text(value))
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
@@ -171,7 +183,7 @@ def read_own(fields: _Fields, path: Path, number: int) -> tuple[Example, str]:
         for asked in asked_of
     )
     example = Example(
-        fields.text("task", path.stem), fields.text("name", f"{number:05d}"), fields.text("context"), questions
+        fields.text("task", path.stem), fields.text("name", f"{number:05d}"), fields.filled("context"), questions
     )
     metric = fields.one_of("metric", METRICS)
     for asked, question in zip(asked_of, questions, strict=True):
@@ -208,7 +220,7 @@ def read_longbench(fields: _Fields, path: Path, number: int) -> tuple[Example, s
         choices=fields.texts("all_classes", optional=True),
     )
     _check_classes(form.metric, question, fields, "answers", "all_classes")
-    return Example(named, f"{number:05d}", form.before + fields.text("context"), (question,)), form.metric
+    return Example(named, f"{number:05d}", form.before + fields.filled("context"), (question,)), form.metric
 
 
 #: How RULER's questions begin, their metric and longest answer; the last one in a text is its own.
@@ -241,6 +253,8 @@ def read_ruler(fields: _Fields, path: Path, number: int) -> tuple[Example, str]:
         raise fields.wrong("input", "a text with one of RULER's questions at its end")
     place, metric, longest = max(found)
     context = text[:place].rstrip()
+    if not context:
+        raise fields.wrong("input", "a document before the question")
     task = path.resolve().parent.name if path.stem in ("validation", "test") else path.stem
     prefix = fields.text("answer_prefix", "").strip()
     question = Question(text[len(context) :], fields.texts("outputs"), prefix, longest)

@@ -18,7 +18,7 @@ FORMAT = 1
 #: Of every file: what is left of one whose first write was cut short.
 BEGINNING = b'{"header": {"format": '
 #: Rows of one file, and files of one report, agree in these.
-SAME = ("format", "target", "target_weights", "dtype", "tokens", "seed", "query_aware", "data")
+SAME = ("format", "target", "target_weights", "dtype", "tokens", "seed", "query_aware", "wording", "data")
 #: What a run was, apart from what it computed.
 RUN = ("versions", "hardware", "commit", "command")
 #: What a header has.
@@ -90,7 +90,8 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
     for number, line in enumerate(lines, 1):
         try:
             found = json.loads(line)
-            _ = [found["header"][name] for name in HEADER] if number == 1 else [found[name] for name in (*KEY, "block")]
+            if wrong := _wrong_header(found["header"]) if number == 1 else _wrong_row(found):
+                raise ValueError(wrong)
         except (ValueError, KeyError, TypeError) as error:
             what = "a header" if number == 1 else "a row"
             raise InvalidInputError(
@@ -99,6 +100,30 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
             ) from error
         objects.append(found)
     return objects[0]["header"], objects[1:]
+
+
+def _wrong_header(header: Any) -> str | None:
+    """The first field that is not what it is to be, in words."""
+    kinds: dict[str, type] = {"allocation": str, "tasks": dict, "examples": dict, "identities": dict}
+    kinds |= {"methods": list, "ratios": list}
+    if not are_runs(header.get("later", [])):
+        return "later is no list of runs"
+    fields = ((name, header[name], kinds.get(name, object)) for name in HEADER)
+    return next((f"{name} is no {kind.__name__}" for name, value, kind in fields if not isinstance(value, kind)), None)
+
+
+def are_runs(later: Any) -> bool:
+    """Whether a header's ``later`` is what it is to be."""
+    return isinstance(later, list) and all(isinstance(run, dict) for run in later)
+
+
+def _wrong_row(row: Any) -> str | None:
+    """Likewise."""
+    block = row["block"]
+    if type(block) is not int or block < 1:
+        return f"block is {block!r}, no number from 1"
+    scalars = (str, int, float, type(None))
+    return next((f"{name} is no name or number" for name in KEY if not isinstance(row[name], scalars)), None)
 
 
 def _without_torn_block(rows: list[Row]) -> list[Row]:

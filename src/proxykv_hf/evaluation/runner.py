@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -13,9 +14,8 @@ from ..cache import ProxyPrunedCache
 from ..chat import encode
 from ..errors import InvalidInputError
 from ..geometry import ModelGeometry, device_of, max_positions
-from ..prompt import read_prompt
+from ..prefill import check_scorable
 from ..retention import RetentionPolicy
-from ..scorers.base import ScoringRequest
 from ..scorers.random import RandomScorer
 from .answers import Answer, ask, batches
 from .methods import FULL, Allocation, Method
@@ -133,6 +133,7 @@ class Runner:
         self.target, self.tokenizer = target, tokenizer
         self.methods, self.cells, self.metrics = methods, cells, metrics
         self.batch_tokens = batch_tokens
+        self._one_by_one = any(ModelGeometry.from_config(target.config).sliding_windows)  # see `answers`
 
     def check(self, case: Case) -> None:
         """Refuse a case that the target or a scorer has no positions for; if it were cut, it would be another case.
@@ -141,7 +142,6 @@ class Runner:
             InvalidInputError: Naming the example.
         """
         limit = max_positions(self.target.config)
-        geometry = ModelGeometry.from_config(self.target.config)
         try:
             for sitting in case.sittings:
                 after = max(len(turn.ids) + max(turn.max_new_tokens, len(turn.reference)) for turn in sitting.turns)
@@ -151,11 +151,8 @@ class Runner:
                         f"expected at most {limit} tokens, the target's positions, got {needed} of context, question "
                         "and answer: give fewer --tokens, or another target"
                     )
-                ids = torch.tensor([sitting.ids])
-                prompt, _ = read_prompt(ids, None, None, sitting.context, (1, len(sitting.ids)))
-                request = ScoringRequest(prompt, self.target, geometry, self.tokenizer, limit, at_once=False)
-                for method in self.methods.values():
-                    method.scorer.begin(request).cancel()
+                scorers = [method.scorer for method in self.methods.values()]
+                check_scorable(self.target, self.tokenizer, scorers, torch.tensor([sitting.ids]), sitting.context)
         except InvalidInputError as error:
             raise InvalidInputError(f"task {case.example.task}, example {case.example.name}: {error}") from error
 
@@ -198,7 +195,7 @@ class Runner:
     ) -> list[Row]:
         """One prefill, and the cells' missing questions after it."""
         turns = dict(zip(sitting.questions, sitting.turns, strict=True))
-        for question in turns:
+        for question in () if self._one_by_one else turns:
             if row := known.get(self._key(case, question, WHOLE)):
                 turns[question] = replace(turns[question], draft=tuple(encode(self.tokenizer, row["answer"])))
         groups: dict[tuple[int, ...], list[Cell]] = {}  # ways to keep the cache that lack the same questions
@@ -219,16 +216,17 @@ class Runner:
                 for cell, kept, answered in zip(cells, sizes.of(cache), answers, strict=True):
                     for question, answer in zip(questions, answered, strict=True):
                         rows.append(self._row(case, question, cell, kept, sizes.full, answer))
-                        if cell == WHOLE:
+                        if cell == WHOLE and not self._one_by_one:
                             turns[question] = replace(turns[question], draft=answer.tokens)
                 progress(len(cells) * len(questions))
 
             for questions in (questions for cell, questions in missing if cell == WHOLE):
-                for places, _ in batches([turns[question] for question in questions], 1, self.batch_tokens):
+                asked = [turns[question] for question in questions]
+                for places, _ in batches(asked, 1, self.batch_tokens, self._one_by_one):
                     ask_all(whole, [WHOLE], [questions[place] for place in places])
             for questions, cells in groups.items():
                 asked = [turns[question] for question in questions]
-                for places, ways in batches(asked, len(cells), self.batch_tokens):
+                for places, ways in batches(asked, len(cells), self.batch_tokens, self._one_by_one):
                     some = [cells[way] for way in ways]
                     chosen = torch.cat([scores[cell.method] for cell in some])
                     with whole.compress(chosen, [cell.policy for cell in some]) as pruned:
@@ -238,6 +236,12 @@ class Runner:
     def _row(self, case: Case, question: int, cell: Cell, kept: int, full: int, answer: Answer) -> Row:
         asked = case.example.questions[question]
         text = str(self.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
+        if answer.nll is not None and not math.isfinite(answer.nll):
+            raise InvalidInputError(
+                f"task {case.example.task}, example {case.example.name}, {cell.method} at {cell.ratio:g}: expected "
+                f"logits that are numbers, got a likelihood of {answer.nll}: in {self.target.dtype} the target "
+                "overflows; try another --dtype"
+            )
         return {
             "task": case.example.task,
             "example": case.example.name,

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 LEVELS = (0.025, 0.975)
 #: Of fewer, over all tasks of a figure, there is no interval: of four it would hold the truth four times in five.
 LEAST_CONTEXTS = 8
+#: Of means of numbers that are no larger than some tens.
+ROUNDING = 1e-9
 
 Floats = NDArray[np.float64]
 
@@ -44,7 +46,8 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        """By more than what rounding makes of a difference of equal means."""
+        return self.low is not None and self.high is not None and (self.low > ROUNDING or self.high < -ROUNDING)
 
 
 @dataclass(frozen=True)
