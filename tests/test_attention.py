@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import random_ids, random_scores, tiny_model
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from proxykv_hf import FixedScorer, ProxyPrunedCache, RandomScorer, RetentionPolicy, UnsupportedModelError, ragged
-from proxykv_hf._compat import call_forward
+from proxykv_hf._compat import cache_keyword, call_forward
 from proxykv_hf.attention import Lease, _Attachment
 from proxykv_hf.ragged import ragged_attention, tail_mask
 from proxykv_hf.storage import RaggedStorage
@@ -265,3 +269,46 @@ def test_memory_of_many_queries_is_bounded(monkeypatch):
     assert max(largest) <= 20_000
     monkeypatch.undo()
     torch.testing.assert_close(output, ragged_attention(query, storage, None))
+
+
+@pytest.mark.parametrize(("ratio", "allocation"), [(1.0, "global"), (0.3, "global"), (0.3, "uniform")])
+def test_a_flash_back_end_is_shown_its_own_name(monkeypatch, ratio, allocation):
+    """As transformers' looks for its kernel by the name in the module's config; here sdpa stands in for it."""
+    name, called = "flash_attention_2", []
+
+    def flash(module, query, key, value, attention_mask, **kwargs):
+        assert module.config._attn_implementation == name
+        assert isinstance(next(iter(module.modules())), torch.nn.Module)
+        called.append(module.layer_idx)
+        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, flash)
+    model, ids = tiny_model("llama", 2), random_ids(1, 30)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    scorer, policy = RandomScorer(0), RetentionPolicy(ratio, allocation=allocation, sink_tokens=0, recent_tokens=0)
+    with ProxyPrunedCache(model, scorer, policy) as cache:
+        expected = model.generate(ids, **options, **{cache_keyword(model): cache})
+    model.config._attn_implementation_internal = name  # transformers sets it only with flash-attn
+    with ProxyPrunedCache(model, scorer, policy, strict=True) as cache:
+        assert torch.equal(model.generate(ids, **options, **{cache_keyword(model): cache}), expected)
+        assert called[:3] == [0, 1, 2]
+        del called[:]
+        model.generate(ids, **options)  # and without the cache, while it is open
+        assert len(called) == 5 * 3
+    assert model.config._attn_implementation == name
+
+
+def test_flash_kernels_over_ragged_heads_are_chosen_only_where_they_run(monkeypatch):
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float16, shape=(1, 2, 4, 64), device="cuda:0")
+    storage = SimpleNamespace(values=on_gpu)
+    for capability, suits in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert ragged._suits_varlen(on_gpu, storage, None) is suits
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+    def without_scale(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+        raise AssertionError("not to be called")
+
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr(varlen, "varlen_attn", without_scale)
+    assert ragged.varlen_attention.__wrapped__() is None

@@ -363,6 +363,13 @@ def test_undone_queries_are_those_before_the_rotation(name, monkeypatch):
         assert not torch.allclose(moved[:, 1:], original[:, 1:], atol=1e-3)
 
 
+def test_angles_are_where_the_layer_is():
+    """Of a model spread over devices the embedding answers on its own."""
+    rotary = Rotary.of(tiny_model())
+    rotary._embedding = lambda like, positions, **_: (torch.ones(1, 3, 8), torch.ones(1, 3, 8))
+    assert {angles.device.type for angles in rotary._angles(0, torch.zeros(3, device="meta"))} == {"meta"}
+
+
 def test_a_layer_that_turns_nothing_is_left_alone():
     model = WORKING["cohere2"]()  # rotary positions in its sliding windows only
     rotary = Rotary.of(model)

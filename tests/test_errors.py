@@ -461,16 +461,19 @@ def test_embeddings_suit_scorers_that_need_no_ids(model):
 
 class Failing:
     name = "failing"
-    observes = False
 
     def __init__(self, where):
-        self.where = where
+        self.where, self.observes = where, where == "observe"
 
     def begin(self, request):
         if self.where == "begin":
             raise RuntimeError("out of luck")
 
         class Run(ScorerRun):
+            def observe(self, observation):
+                if observation.layer:
+                    raise RuntimeError("out of luck")
+
             def finish(self, cache):
                 raise RuntimeError("out of luck")
 
@@ -490,10 +493,11 @@ def bad_scorers(model):
         (FixedScorer("scores"), "got str"),
         (Failing("begin"), "out of luck"),
         (Failing("finish"), "out of luck"),
+        (Failing("observe"), "out of luck"),
     ]
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", range(7))
 def test_failed_scoring_is_uncompressed_with_one_warning_or_an_error_when_strict(model, case):
     scorer, message = bad_scorers(model)[case]
     ids = random_ids(1, TOKENS)

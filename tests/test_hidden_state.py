@@ -211,15 +211,18 @@ def test_heads_of_another_target_are_refused_and_other_weights_are_a_warning(tmp
         cache.prefill(random_ids(1, 20))
 
 
-def test_heads_of_another_width_are_refused():
+def test_heads_of_another_width_are_refused(tmp_path):
     model = tiny_model()
     heads = make_heads(model)
     narrow = dataclasses.replace(heads, weights=heads.weights[..., :-1])
-    with (
-        ProxyPrunedCache(model, HiddenStateScorer(narrow), POLICY) as cache,
-        pytest.raises(GeometryError, match=r"hidden states of 31 channels, but what enters .* layer 0 has 32"),
-    ):
-        cache.prefill(random_ids(1, 20))
+    words = "another target than this: expected hidden_size=31, got hidden_size=32"
+    with ProxyPrunedCache(model, HiddenStateScorer(narrow), POLICY) as cache:
+        for _ in range(2):  # nothing was done, and the cache is empty as before
+            with pytest.raises(GeometryError, match=words):
+                cache.prefill(random_ids(1, 20))
+    narrow.save_pretrained(tmp_path)
+    with pytest.raises(GeometryError, match=words):
+        HiddenStateScorer.from_pretrained(tmp_path, target=model)
     with pytest.raises(GeometryError, match=r"expected weights \[L, H, hidden\] and bias \[L, H\] of L, H = \[3, 2\]"):
         dataclasses.replace(heads, bias=heads.bias[:2])
 

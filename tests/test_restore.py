@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from test_proxy import make_mapper
 from tiny import random_ids, random_scores, tiny_model, tiny_tokenizer
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -20,6 +21,7 @@ from proxykv_hf import (
     prune_dynamic_cache,
 )
 from proxykv_hf._compat import cache_keyword, call_forward
+from proxykv_hf.pretrained import SELF_PROXY, first_layers
 
 
 def policy(**kwargs):
@@ -157,4 +159,16 @@ def test_a_pruned_dynamic_cache_lets_go_when_collected():
     call_forward(model, input_ids=random_ids(1, 2), cache=cache)
     del cache
     gc.collect()
+    assert snapshot(model) == before
+
+
+def test_a_proxy_of_the_targets_own_layers_leaves_frozen_parameters_frozen(tmp_path):
+    model = tiny_model()
+    mapper = make_mapper(model, first_layers(model, 2), whole_proxy=model, proxy_id=SELF_PROXY)
+    mapper.save_pretrained(tmp_path)
+    model.requires_grad_(False)
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
+    before = snapshot(model)
+    with ProxyPrunedCache.from_pretrained(tmp_path, target=model, policy=policy()) as cache:
+        cache.prefill(random_ids(1, 30))
     assert snapshot(model) == before

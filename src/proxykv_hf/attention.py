@@ -118,11 +118,34 @@ def _backend_function(name: str, module: nn.Module) -> Backend:
         default = namespace.get("eager_attention_forward")
         interface = namespace.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
         if default is not None or name in interface:
-            return interface.get_interface(name, default)
+            function: Backend = interface.get_interface(name, default)
+            return _under_own_name(function) if name.startswith("flash_attention") else function
     raise UnsupportedModelError(
         f"expected {type(module).__name__}'s file to define eager_attention_forward as transformers' "
         "models do; load the model with attn_implementation='sdpa'"
     )
+
+
+def _under_own_name(function: Backend) -> Backend:
+    """A flash back end, which looks for its kernel by the name that the module's config has, shown its own there."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> AttentionOutput:
+        return function(_Renamed(module), *args, **kwargs)
+
+    return forward
+
+
+class _Renamed:
+    """All that an attention module or its config has, but for ``_attn_implementation``, which is without `PREFIX`."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._part, name)
+        if name == "_attn_implementation":
+            return str(value).removeprefix(PREFIX)
+        return _Renamed(value) if name == "config" else value
 
 
 def _attention_function(name: str) -> Callable[..., Any]:

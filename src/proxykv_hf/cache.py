@@ -562,6 +562,8 @@ class ProxyPrunedCache(DynamicCache):
             self._spoil()
             raise
         phase = "prefill" if self._phase is _Phase.PREFILL else "decode"
+        if phase == "prefill":
+            self._wait_for_devices()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - self._forward_started
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -618,9 +620,10 @@ class ProxyPrunedCache(DynamicCache):
         self._settle()
         if self._prompt is not None:
             self._note_peak()
+            rows = rows.cpu()  # layers may be on several devices, and all take indices from there
             for layer in self.layers:
                 layer.batch_select_indices(rows)
-            self._rows = self._rows[rows.cpu()]
+            self._rows = self._rows[rows]
 
     def reset(self) -> None:
         """Back to empty; also a way on after an exception has spoiled the cache."""
@@ -779,11 +782,18 @@ class ProxyPrunedCache(DynamicCache):
     @contextlib.contextmanager
     def _pruning(self) -> Iterator[None]:
         """Time spent inside is the prune's, and not the forward's around it."""
+        self._wait_for_devices()
         started = time.perf_counter()
         yield
         elapsed = time.perf_counter() - started
         self._seconds["prune"] = self._seconds.get("prune", 0.0) + elapsed
         self._forward_started += elapsed
+
+    def _wait_for_devices(self) -> None:
+        """Until what was launched on CUDA is computed, so that its time is the phase's that launched it."""
+        for device in {tensor.device for tensor in self.tensors()}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     def _kept_mask(self) -> Tensor:
         """`[R, L_full, H, P]`, bool."""

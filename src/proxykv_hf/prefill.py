@@ -136,17 +136,23 @@ class Prefill:
                 started = time.perf_counter()
                 self._runs[name].wait()
                 self._note_wait(time.perf_counter() - started)
-        observers = [run for name, run in self._runs.items() if self.scorers[name].observes]
-
-        def watch(observation: Observation) -> None:
-            seen = replace(observation, pads=self._pads, firsts=self._firsts)
-            for run in observers:
-                run.observe(seen)
-
         for layer in layers:
-            layer.watch = watch
-        if observers:
+            layer.watch = self._watch
+        if any(self.scorers[name].observes for name in self._runs):
             self.taps.extend(attention.tap_hidden(self.target))
+
+    def _watch(self, observation: Observation) -> None:
+        """Show a layer's attention to those who observe."""
+        seen = replace(observation, pads=self._pads, firsts=self._firsts)
+        for name, run in list(self._runs.items()):
+            if self.scorers[name].observes:
+                try:
+                    run.observe(seen)
+                except (ValueError, UnsupportedModelError):
+                    raise
+                except Exception as error:  # then no run is left
+                    self._fail(name, error)
+                    return
 
     @property
     def scores_ahead(self) -> bool:

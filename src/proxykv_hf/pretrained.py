@@ -203,7 +203,10 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
         for name, tensor in target.base_model.named_parameters()
         if name in wanted and tensor.is_floating_point()
     }
+    trained = {name: tensor.requires_grad for name, tensor in shared.items()}
     model.load_state_dict(shared, strict=False, assign=True)
+    for name, tensor in shared.items():  # which load_state_dict has made what the new module's were
+        tensor.requires_grad_(trained[name])
     places = {parameter.device for parameter in model.parameters()}
     if len(places) > 1 or torch.device("meta") in places:
         raise UnsupportedModelError(

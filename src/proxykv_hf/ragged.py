@@ -11,6 +11,7 @@ group, the new tokens, and the batch rows that are copies of one row. Two ways, 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -188,6 +189,7 @@ def _suits_varlen(grouped: Tensor, storage: RaggedStorage, softcap: float | None
     width = grouped.shape[-1]
     return (
         grouped.is_cuda
+        and torch.cuda.get_device_capability(grouped.device) >= (8, 0)
         and grouped.dtype in (torch.float16, torch.bfloat16)
         and softcap is None
         and storage.values.shape[-1] == width
@@ -217,6 +219,8 @@ def varlen_attention() -> VarlenAttention | None:
     try:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
     except ImportError:
+        return None
+    if "scale" not in inspect.signature(varlen_attn).parameters:  # torch 2.10's scales in its own way
         return None
 
     def from_torch(

@@ -20,8 +20,8 @@ class CacheReport:
         bytes_peak: The most it has held at any time, a layer's fresh KV during the prefill included.
         bytes_peak_proxy: The most that the scorer's proxy held: its features, KV and scores; weights and
             passing activations apart.
-        seconds: By phase: ``prefill``, ``wait`` (for scores), ``prune``, ``decode``, and what the
-            scorer adds (``proxy``, ``mapper``).
+        seconds: By phase: ``prefill``, ``wait`` (for scores), ``prune``, ``decode`` (on CUDA, until it is
+            launched), and what the scorer adds (``proxy``, ``mapper``).
         devices: What ran where.
         fallback: Why the cache is uncompressed although it should not be, or None.
     """

@@ -103,7 +103,7 @@ class Rotary:
         typed = {} if self._layer_types is None else {"layer_type": self._layer_types[layer]}
         like = torch.zeros(1, dtype=torch.float32, device=positions.device)  # whose type sine and cosine take
         cos, sin = self._embedding(like, positions[None], **typed)
-        return cos[0], sin[0]
+        return cos[0].to(positions.device), sin[0].to(positions.device)  # a layer may be elsewhere than the embedding
 
     def _turn(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         flat = states.reshape(1, -1, *states.shape[-2:])  # [1, heads, n, D]

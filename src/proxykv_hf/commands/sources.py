@@ -55,11 +55,10 @@ def load_sources(arguments: argparse.Namespace, *, seed: int = 0, threads: int |
     folder = resolve(arguments.target)
     with target_named(arguments.target):
         config = AutoConfig.from_pretrained(folder)
-    geometry = ModelGeometry.from_config(config)  # told before the weights are read, which takes a while
-    if mapper is not None:
-        check_target(mapper, geometry)
+    if mapper is not None:  # told before the weights are read, which takes a while
+        check_target(mapper, ModelGeometry.from_config(config))
     if heads is not None:
-        check_heads(heads, geometry)
+        check_heads(heads, config)
     proxy = None if arguments.proxy is None else resolve(arguments.proxy)
     target, tokenizer = load(arguments.target, device, dtype)
     return Sources(

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import GeometryError, InvalidInputError, ProxyKVWarning
 from ..files import write_whole
@@ -145,7 +145,7 @@ class HiddenStateScorer:
         """
         scorer = cls(HiddenStateHeads.from_pretrained(folder))
         if target is not None:
-            check_heads(scorer.heads, ModelGeometry.from_config(target.config))
+            check_heads(scorer.heads, target.config)
             if are_other_weights(target, scorer.heads.target_weights):
                 warnings.warn(
                     "the heads were trained with other weights of the target (another fine-tune or quantization of "
@@ -166,7 +166,7 @@ class HiddenStateScorer:
         Raises:
             GeometryError: The heads were trained for another target.
         """
-        check_heads(self.heads, request.geometry)
+        check_heads(self.heads, request.target.config)
         return _HiddenStateRun(self.heads)
 
 
@@ -197,13 +197,15 @@ class _HiddenStateRun(ScorerRun):
         self.parts.clear()
 
 
-def check_heads(heads: HiddenStateHeads, geometry: ModelGeometry) -> None:
-    """Refuse heads that were trained for a target of another geometry.
+def check_heads(heads: HiddenStateHeads, config: PreTrainedConfig) -> None:
+    """Refuse heads that were trained for a target of another geometry, or another width.
 
     Raises:
         GeometryError: Naming what differs.
     """
-    expected, got = heads.geometry.to_dict(), geometry.to_dict()
+    expected = heads.geometry.to_dict() | {"hidden_size": heads.weights.shape[-1]}
+    hidden_size = config.get_text_config(decoder=True).hidden_size
+    got = ModelGeometry.from_config(config).to_dict() | {"hidden_size": hidden_size}
     differ = [name for name in expected if expected[name] != got[name]]
     if differ:
         raise GeometryError(
