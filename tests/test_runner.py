@@ -109,7 +109,8 @@ def test_every_row_is_what_the_plain_way_gives(model, methods, query_aware):
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 @pytest.mark.parametrize("batch_tokens", [1, 4096])
 def test_no_place_in_a_sliding_window_is_taken_by_what_a_row_is_not_to_see(family, batch_tokens):
-    model = tiny_model(family, 2)
+    attention = "eager" if family == "gemma2" else None  # sdpa has no softcap on every version
+    model = tiny_model(family, 2, attention=attention)
     model.generation_config.eos_token_id = list(range(150, 200))
     methods = {"snapkv": Method(SnapKVScorer(8), "uniform", ""), "random": Method(RandomScorer(), "uniform", "")}
     cells = make_cells(native(methods), [0.5, 1.0], "native")
