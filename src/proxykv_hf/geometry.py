@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .errors import UnsupportedModelError
+from .errors import GeometryError, UnsupportedModelError
 
 #: Of quantised weights (bitsandbytes, GPTQ, AWQ). Indices are int64 and masks bool.
 PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
@@ -103,6 +103,33 @@ class ModelGeometry:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelGeometry:
         return cls(**{**data, "sliding_windows": tuple(data["sliding_windows"])})
+
+
+def check_geometry(
+    expected: ModelGeometry, got: ModelGeometry, what: str, widths: tuple[int, int] | None = None
+) -> None:
+    """Refuse a model of another geometry.
+
+    Args:
+        expected: What something was made for.
+        got: The model's.
+        what: How the error begins.
+        widths: The hidden size expected and got, where it matters.
+
+    Raises:
+        GeometryError: Naming what differs.
+    """
+    ours, theirs = expected.to_dict(), got.to_dict()
+    if widths is not None:
+        ours["hidden_size"], theirs["hidden_size"] = widths
+    differ = [name for name in ours if ours[name] != theirs[name]]
+    if "num_layers" in differ and not any((*expected.sliding_windows, *got.sliding_windows)):
+        differ.remove("sliding_windows")  # none in either: as many as there are layers
+    if differ:
+        raise GeometryError(
+            f"{what}: expected {', '.join(f'{name}={ours[name]!r}' for name in differ)}, got "
+            f"{', '.join(f'{name}={theirs[name]!r}' for name in differ)}"
+        )
 
 
 def check_loaded(target: object) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .attention import attention_modules
-from .errors import CacheStateError, GeometryError, ProxyKVWarning
-from .geometry import ModelGeometry, are_other_weights, device_of, weights_fingerprint
+from .errors import CacheStateError, ProxyKVWarning
+from .geometry import ModelGeometry, are_other_weights, check_geometry, device_of, weights_fingerprint
 from .layers import PrunedLayer
 from .prompt import Prompt
 from .retention import RetentionPolicy
@@ -106,13 +106,7 @@ def load_cache(
         found = header.get("format") if isinstance(header, dict) else None
         raise CacheStateError(f"expected a saved cache of format {FORMAT}, got {found!r} in {path}: save it again")
     saved, own = ModelGeometry.from_dict(header["geometry"]), ModelGeometry.from_config(target.config)
-    if saved != own:
-        differ = [name for name, value in own.to_dict().items() if saved.to_dict()[name] != value]
-        raise GeometryError(
-            f"the cache in {folder} was made by another model: expected "
-            f"{', '.join(f'{n}={getattr(own, n)!r}' for n in differ)}, got "
-            f"{', '.join(f'{n}={getattr(saved, n)!r}' for n in differ)}"
-        )
+    check_geometry(own, saved, f"the cache in {folder} was made by another model")
     if are_other_weights(target, header["weights"]):
         warnings.warn(
             f"the cache in {folder} was made by other weights of the same geometry (another fine-tune or "

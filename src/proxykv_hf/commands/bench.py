@@ -14,11 +14,9 @@ from ..benchmark.prompt import prompt_ids
 from ..benchmark.report import check_writable, markdown, plot, summarize, write_results
 from ..errors import InvalidInputError
 from ..evaluation.methods import METHODS as SCORERS
-from ..geometry import ModelGeometry
 from ..prefill import check_scorable
 from ..pretrained import SELF_PROXY, load_mapper
 from ..retention import RetentionPolicy
-from ..scorers.proxy import check_target
 from . import sources
 from .models import add_device_and_dtype, add_target, device_and_dtype, optional, read_text, resolve, target_named
 
@@ -83,8 +81,6 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     ids = prompt_ids(tokenizer, max(plan.lengths) + 1, text)
     mapper = None if arguments.mapper is None else load_mapper(arguments.mapper)
-    if mapper is not None:
-        check_target(mapper, ModelGeometry.from_config(config))
     proxy_config = None
     if arguments.proxy is not None:
         proxy_config = AutoConfig.from_pretrained(resolve(arguments.proxy))

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import GeometryError, InvalidInputError, ProxyKVWarning
 from ..files import write_whole
-from ..geometry import ModelGeometry, are_other_weights
+from ..geometry import ModelGeometry, are_other_weights, check_geometry
 from .base import Observation, ScorerRun, ScoringRequest, WholeCache
 
 MODEL_TYPE = "hidden_state_heads"
@@ -203,13 +203,6 @@ def check_heads(heads: HiddenStateHeads, config: PreTrainedConfig) -> None:
     Raises:
         GeometryError: Naming what differs.
     """
-    expected = heads.geometry.to_dict() | {"hidden_size": heads.weights.shape[-1]}
-    hidden_size = config.get_text_config(decoder=True).hidden_size
-    got = ModelGeometry.from_config(config).to_dict() | {"hidden_size": hidden_size}
-    differ = [name for name in expected if expected[name] != got[name]]
-    if differ:
-        raise GeometryError(
-            f"the heads were trained for {heads.target_id}, another target than this: expected "
-            f"{', '.join(f'{name}={expected[name]!r}' for name in differ)}, got "
-            f"{', '.join(f'{name}={got[name]!r}' for name in differ)}"
-        )
+    widths = (heads.weights.shape[-1], config.get_text_config(decoder=True).hidden_size)
+    trained = f"the heads were trained for {heads.target_id}, another target than this"
+    check_geometry(heads.geometry, ModelGeometry.from_config(config), trained, widths)

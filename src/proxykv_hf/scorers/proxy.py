@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import GeometryError
 from ..features import proxy_features
-from ..geometry import ModelGeometry
+from ..geometry import ModelGeometry, check_geometry
 from ..mapper import HybridAxialMapper
 from .base import ScorerRun, ScoringRequest
 from .on_lane import LaneScorer, LaneUse
@@ -92,7 +92,8 @@ def check_target(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
     Raises:
         GeometryError: Naming what differs.
     """
-    _check_geometry(mapper.config.target, geometry, f"{mapper.config.target_id}, another target than this")
+    trained = f"the mapper was trained for {mapper.config.target_id}, another target than this"
+    check_geometry(mapper.config.target, geometry, trained)
 
 
 def check_proxy(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
@@ -101,17 +102,5 @@ def check_proxy(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
     Raises:
         GeometryError: Naming what differs.
     """
-    _check_geometry(mapper.config.proxy, geometry, f"{mapper.config.proxy_id}, another proxy than this")
-
-
-def _check_geometry(trained: ModelGeometry, given: ModelGeometry, what: str) -> None:
-    expected, got = trained.to_dict(), given.to_dict()
-    differ = [name for name in expected if expected[name] != got[name]]
-    if "num_layers" in differ and not any((*trained.sliding_windows, *given.sliding_windows)):
-        differ.remove("sliding_windows")  # none in either: as many as there are layers
-    if differ:
-        raise GeometryError(
-            f"the mapper was trained for {what}: expected "
-            f"{', '.join(f'{name}={expected[name]!r}' for name in differ)}, got "
-            f"{', '.join(f'{name}={got[name]!r}' for name in differ)}"
-        )
+    trained = f"the mapper was trained for {mapper.config.proxy_id}, another proxy than this"
+    check_geometry(mapper.config.proxy, geometry, trained)
