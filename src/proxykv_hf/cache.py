@@ -597,10 +597,10 @@ class ProxyPrunedCache(DynamicCache):
         elif self._prompt is not None and seen - count < self._prompt.columns:
             self._prompt = self._prompt.cropped(self._prompt.columns - (seen - count))
 
-    def activate_past_recording(self) -> None:
+    def activate_past_recording(self, *args: Any, **kwargs: Any) -> None:
         """Have sliding-window layers keep what a ``crop`` may want back; assisted decoding calls it first."""
         self._recording = True
-        super().activate_past_recording()
+        super().activate_past_recording(*args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the batch rows ``beam_idx``, for beam search."""
