@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from proxykv_hf import HybridAxialMapper, HybridAxialMapperConfig
-from proxykv_hf.mapper import _TargetHeads
+from proxykv_hf.proxy.mapper import _TargetHeads
 
 
 class NoEncoder(HybridAxialMapper):

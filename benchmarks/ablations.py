@@ -31,8 +31,8 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 
 from proxykv_hf import FeatureRecipe, HybridAxialMapper, HybridAxialMapperConfig, InvalidInputError, ModelGeometry
 from proxykv_hf.commands.models import DTYPES, resolve
-from proxykv_hf.features import SOURCES
-from proxykv_hf.pretrained import load_first_layers
+from proxykv_hf.proxy.features import SOURCES
+from proxykv_hf.proxy.loading import load_first_layers
 from proxykv_hf.scorers.static_alignment import align, proportional_layers
 from proxykv_hf.training.checkpoints import Checkpoints, Epoch
 from proxykv_hf.training.config import TrainingConfig

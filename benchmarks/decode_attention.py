@@ -34,9 +34,9 @@ from models import load
 from random_models import random_target
 
 from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy
-from proxykv_hf.benchmark.measure import decode, synchronize, target_threads
-from proxykv_hf.ragged import ragged_attention
-from proxykv_hf.storage import DenseStorage, RaggedStorage, storage_bytes
+from proxykv_hf.bench.measure import decode, synchronize, target_threads
+from proxykv_hf.cache.ragged import ragged_attention
+from proxykv_hf.cache.storage import DenseStorage, RaggedStorage, storage_bytes
 
 
 def head_lengths(spread: str, heads: int, longest: int) -> list[int]:

@@ -33,12 +33,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from proxykv_hf import FeatureRecipe, KVzipScorer, ProxyPrunedCache, ProxyScorer, RetentionPolicy
-from proxykv_hf.benchmark.measure import Plan, environment, make_methods, runs, synchronize
-from proxykv_hf.benchmark.report import check_writable, markdown, summarize, write_results
-from proxykv_hf.features import decoder_layers, proxy_features
-from proxykv_hf.ragged import ragged_attention
+from proxykv_hf.bench.measure import Plan, environment, make_methods, runs, synchronize
+from proxykv_hf.bench.report import check_writable, markdown, summarize, write_results
+from proxykv_hf.cache.ragged import ragged_attention
+from proxykv_hf.cache.storage import DenseStorage
+from proxykv_hf.proxy.features import decoder_layers, proxy_features
 from proxykv_hf.scorers.base import Scorer
-from proxykv_hf.storage import DenseStorage
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 SCHEDULES = ("overlap", "proxy_first", "sequential")

@@ -35,11 +35,11 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from proxykv_hf import HybridAxialMapper
-from proxykv_hf import mapper as mapper_module
-from proxykv_hf.benchmark.meter import PeakMemory
+from proxykv_hf.bench.meter import PeakMemory
 from proxykv_hf.commands.models import resolve
-from proxykv_hf.features import proxy_features
-from proxykv_hf.pretrained import load_first_layers
+from proxykv_hf.proxy import mapper as mapper_module
+from proxykv_hf.proxy.features import proxy_features
+from proxykv_hf.proxy.loading import load_first_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 RATIOS = (0.1, 0.2, 0.3, 0.5)

@@ -31,9 +31,9 @@ from models import load
 
 from proxykv_hf import KVzipScorer, ProxyPrunedCache, RetentionPolicy
 from proxykv_hf._compat import cache_keyword, call_forward
+from proxykv_hf.attention.reconstruction import SINK_TOKENS, repeat_inputs
+from proxykv_hf.cache.retention import top_k_mask
 from proxykv_hf.chat import chat_affixes, encode
-from proxykv_hf.reconstruction import SINK_TOKENS, repeat_inputs
-from proxykv_hf.retention import top_k_mask
 
 RATIOS = (0.1, 0.2, 0.3, 0.5)
 

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from models import load
 
 from proxykv_hf import KVzipScorer, ModelGeometry, ProxyPrunedCache, RetentionPolicy
+from proxykv_hf.attention.reconstruction import RECIPE
 from proxykv_hf.commands.models import DTYPES
 from proxykv_hf.geometry import weights_fingerprint
-from proxykv_hf.reconstruction import RECIPE
 from proxykv_hf.training.dataset import SCORE_FLOOR
 from proxykv_hf.training.metrics import mean_metrics, measure
 from proxykv_hf.training.shards import ScoredDocument, load_shards

@@ -9,7 +9,7 @@ from models import load, resolve
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from proxykv_hf import ProxyScorer
-from proxykv_hf.pretrained import load_proxy_scorer
+from proxykv_hf.proxy.loading import load_proxy_scorer
 
 MAPPERS = Path(__file__).resolve().parents[1] / "mappers"
 

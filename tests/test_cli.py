@@ -14,7 +14,7 @@ from proxykv_hf import HiddenStateScorer, ProxyPrunedCache, cli
 from proxykv_hf.chat import chat_affixes, encode
 from proxykv_hf.commands import models
 from proxykv_hf.evaluation.methods import METHODS
-from proxykv_hf.pretrained import SELF_PROXY, first_layers
+from proxykv_hf.proxy.loading import SELF_PROXY, first_layers
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from proxykv_hf import (
     with_proxykv,
 )
 from proxykv_hf._compat import CACHE_KEYWORDS, cache_keyword
-from proxykv_hf.pretrained import SELF_PROXY, first_layers
+from proxykv_hf.proxy.loading import SELF_PROXY, first_layers
 
 TOKENS = 50
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)

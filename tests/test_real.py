@@ -20,7 +20,7 @@ from hidden_facts import hidden_facts
 from proxykv_hf import KVzipScorer, ProxyKVWarning, ProxyPrunedCache, RandomScorer, RetentionPolicy, cli
 from proxykv_hf._compat import cache_keyword
 from proxykv_hf.commands import sources
-from proxykv_hf.pretrained import load_proxy_scorer
+from proxykv_hf.proxy.loading import load_proxy_scorer
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,9 @@
 """A drop-in, truly smaller KV cache for Hugging Face transformers."""
 
-from .cache import ProxyPrunedCache
-from .dynamic import prune_dynamic_cache
+from .cache.cache import ProxyPrunedCache
+from .cache.dynamic import prune_dynamic_cache
+from .cache.report import CacheReport
+from .cache.retention import RetentionPolicy
 from .errors import (
     CacheStateError,
     GeometryError,
@@ -13,12 +15,10 @@ from .errors import (
     ShardError,
     UnsupportedModelError,
 )
-from .features import FeatureRecipe
 from .generation import ProxyKVConfig, ProxyKVGenerationMixin, with_proxykv
 from .geometry import ModelGeometry
-from .mapper import HybridAxialMapper, HybridAxialMapperConfig
-from .report import CacheReport
-from .retention import RetentionPolicy
+from .proxy.features import FeatureRecipe
+from .proxy.mapper import HybridAxialMapper, HybridAxialMapperConfig
 from .scorers.base import Observation, Scorer, ScorerRun, ScoringRequest, WholeCache
 from .scorers.expected_attention import ExpectedAttentionScorer
 from .scorers.fixed import FixedScorer

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ._compat import CACHE_KEYWORDS, cache_keyword
-from .cache import ProxyPrunedCache
+from .cache.cache import ProxyPrunedCache
+from .cache.prefill import Schedule
+from .cache.prompt import Context
+from .cache.retention import RetentionPolicy, policy_or_ratio
 from .errors import InvalidInputError
-from .prefill import Schedule
-from .pretrained import load_proxy_scorer
-from .prompt import Context
-from .retention import RetentionPolicy, policy_or_ratio
+from .proxy.loading import load_proxy_scorer
 from .scorers.base import Scorer
 
 M = TypeVar("M", bound=PreTrainedModel)

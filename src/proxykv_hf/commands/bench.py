@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from ..benchmark.measure import METHODS, Plan, environment, make_methods, runs, target_threads
-from ..benchmark.prompt import prompt_ids
-from ..benchmark.report import check_writable, markdown, plot, summarize, write_results
+from ..bench.measure import METHODS, Plan, environment, make_methods, runs, target_threads
+from ..bench.prompt import prompt_ids
+from ..bench.report import check_writable, markdown, plot, summarize, write_results
+from ..cache.prefill import check_scorable
+from ..cache.retention import RetentionPolicy
+from ..commands import sources
 from ..errors import InvalidInputError
 from ..evaluation.methods import METHODS as SCORERS
-from ..prefill import check_scorable
-from ..pretrained import SELF_PROXY, load_mapper
-from ..retention import RetentionPolicy
-from . import sources
+from ..proxy.loading import SELF_PROXY, load_mapper
 from .models import add_device_and_dtype, add_target, device_and_dtype, optional, read_text, resolve, target_named
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..benchmark.measure import environment
-from ..benchmark.report import check_writable
+from ..bench.measure import environment
+from ..bench.report import check_writable
 from ..chat import encode
 from ..errors import InvalidInputError
 from ..evaluation.methods import FULL, METHODS, Method, check_methods, make_methods

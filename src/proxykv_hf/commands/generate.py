@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from .._compat import cache_keyword
-from ..cache import ProxyPrunedCache
+from ..attention.reconstruction import repeat_length
+from ..cache.cache import ProxyPrunedCache
+from ..cache.retention import RetentionPolicy
 from ..chat import chat_affixes, encode
+from ..commands import sources
 from ..errors import InvalidInputError
 from ..evaluation.methods import METHODS
 from ..geometry import device_of, max_positions
-from ..reconstruction import repeat_length
-from ..retention import RetentionPolicy
-from . import sources
 from .models import add_device_and_dtype, add_target, read_text
 
 

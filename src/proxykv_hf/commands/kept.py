@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..benchmark.report import check_writable
+from ..bench.report import check_writable
+from ..cache.retention import RetentionPolicy
+from ..commands import sources
 from ..errors import InvalidInputError
 from ..evaluation.kept import find_kept
 from ..evaluation.kept_plot import plot_kept
 from ..evaluation.methods import METHODS
-from ..retention import RetentionPolicy
-from . import sources
 from .models import add_device_and_dtype, add_target, optional, read_text
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..errors import InvalidInputError
-from ..lane import usable_device
+from ..proxy.lane import usable_device
 
 DTYPES = ("float32", "bfloat16", "float16")
 

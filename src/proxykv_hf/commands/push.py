@@ -10,8 +10,8 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from ..errors import InvalidInputError
-from ..model_card import card_on_hub
-from ..pretrained import load_mapper
+from ..proxy.card import card_on_hub
+from ..proxy.loading import load_mapper
 
 CARD = "README.md"
 #: What goes to the Hub of a folder that ``proxykv train`` wrote: all but the checkpoints.

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from ..evaluation.methods import METHODS, Sources, check_sources, make_methods
 from ..geometry import ModelGeometry
-from ..pretrained import load_mapper
+from ..proxy.loading import load_mapper
 from ..scorers.base import Scorer
 from ..scorers.hidden_state import HiddenStateHeads, check_heads
 from ..scorers.proxy import check_target

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .._compat import call_forward
-from ..cache import ProxyPrunedCache
+from ..cache.cache import ProxyPrunedCache
 from ..geometry import device_of
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import ProxyPrunedCache
+from ..cache.cache import ProxyPrunedCache
+from ..cache.retention import RetentionPolicy, select
 from ..chat import chat_affixes, encode
 from ..errors import InvalidInputError
 from ..geometry import device_of, max_positions
-from ..retention import RetentionPolicy, select
 from ..scorers.base import Scorer
 
 #: A span of tokens and the text it stands for.

@@ -11,11 +11,11 @@ from typing import Literal
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..attention.reconstruction import RECIPE
 from ..errors import InvalidInputError
 from ..geometry import device_of, weights_fingerprint
-from ..mapper import HybridAxialMapper
-from ..pretrained import SELF_PROXY, load_mapper, load_proxy_scorer
-from ..reconstruction import RECIPE
+from ..proxy.loading import SELF_PROXY, load_mapper, load_proxy_scorer
+from ..proxy.mapper import HybridAxialMapper
 from ..scorers.base import Scorer
 from ..scorers.expected_attention import ExpectedAttentionScorer
 from ..scorers.h2o import H2OScorer

@@ -10,12 +10,12 @@ from typing import get_args
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import ProxyPrunedCache
+from ..cache.cache import ProxyPrunedCache
+from ..cache.prefill import check_scorable
+from ..cache.retention import RetentionPolicy
 from ..chat import encode
 from ..errors import InvalidInputError
 from ..geometry import ModelGeometry, device_of, max_positions
-from ..prefill import check_scorable
-from ..retention import RetentionPolicy
 from ..scorers.random import RandomScorer
 from .answers import Answer, ask, batches
 from .methods import FULL, Allocation, Method

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..cache.prompt import Prompt
 from ..geometry import ModelGeometry, device_of
-from ..lane import Lane
-from ..prompt import Prompt
+from ..proxy.lane import Lane
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..attention.rotary import Rotary
 from ..errors import InvalidInputError
-from ..moments import Moments
-from ..rotary import Rotary
 from .base import Observation, ScorerRun, ScoringRequest, WholeCache
+from .moments import Moments
 from .observing import ObservingRun
 
 #: Tokens whose float32 copies are held at once.

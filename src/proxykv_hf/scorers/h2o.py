@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..attention.logits import causal_weights
 from ..errors import InvalidInputError
-from ..logits import causal_weights
 from .base import Observation, ScorerRun, ScoringRequest, WholeCache
 from .observing import ObservingRun
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..attention.reconstruction import CHUNK_TOKENS, PROMPTS, SINK_TOKENS, reconstruction_scores, repeat_length
 from ..errors import InvalidInputError
-from ..reconstruction import CHUNK_TOKENS, PROMPTS, SINK_TOKENS, reconstruction_scores, repeat_length
 from .base import ScorerRun, ScoringRequest, WholeCache
 
 

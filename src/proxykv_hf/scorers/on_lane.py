@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..attention.reconstruction import repeat_length
 from ..errors import InvalidInputError, ProxyKVWarning
 from ..geometry import device_of, max_positions
-from ..lane import Job, Lane
-from ..reconstruction import repeat_length
+from ..proxy.lane import Job, Lane
 from .base import ScorerRun, ScoringRequest, WholeCache
 
 

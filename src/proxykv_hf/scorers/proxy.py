@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import GeometryError
-from ..features import proxy_features
 from ..geometry import ModelGeometry, check_geometry
-from ..mapper import HybridAxialMapper
+from ..proxy.features import proxy_features
+from ..proxy.mapper import HybridAxialMapper
 from .base import ScorerRun, ScoringRequest
 from .on_lane import LaneScorer, LaneUse
 

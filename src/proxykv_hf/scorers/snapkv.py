@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..attention.logits import scaled_logits
 from ..errors import InvalidInputError
-from ..logits import scaled_logits
 from .base import Observation, ScorerRun, ScoringRequest, WholeCache
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .._compat import call_forward
+from ..attention.reconstruction import reconstruction_scores
 from ..errors import InvalidInputError
 from ..geometry import ModelGeometry
-from ..lane import Cancelled
-from ..reconstruction import reconstruction_scores
+from ..proxy.lane import Cancelled
 from .base import ScorerRun, ScoringRequest
 from .on_lane import LaneScorer, LaneUse
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..errors import InvalidInputError
 from ..files import write_whole
-from ..mapper import HybridAxialMapper
+from ..proxy.mapper import HybridAxialMapper
 from .shards import differences, plain
 
 Epoch = dict[str, Any]

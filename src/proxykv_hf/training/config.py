@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..features import FeatureRecipe
-from ..mapper import HybridAxialMapperConfig
+from ..proxy.features import FeatureRecipe
+from ..proxy.mapper import HybridAxialMapperConfig
 from .losses import HybridLoss
 
 #: Fields of `HybridAxialMapperConfig` that a run may set.

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..attention.reconstruction import RECIPE
 from ..errors import InvalidInputError, ShardError
 from ..geometry import ModelGeometry
-from ..reconstruction import RECIPE
 from .feature_cache import feature_path, read_features
 from .shards import Shard, checked_shards, document_digests, read_entries
 

@@ -22,9 +22,9 @@ from safetensors.torch import save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import InvalidInputError, ProxyKVWarning
-from ..features import LOG_FLOOR, NEIGHBOURHOOD, WINDOW, FeatureRecipe, proxy_features
 from ..files import write_whole
 from ..geometry import weights_fingerprint
+from ..proxy.features import LOG_FLOOR, NEIGHBOURHOOD, WINDOW, FeatureRecipe, proxy_features
 from .shards import Shard, differences, plain, read_shard
 
 #: Counted up when features of the same recipe come out otherwise.

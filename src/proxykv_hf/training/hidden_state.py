@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention import attention_modules
-from ..cache import ProxyPrunedCache
+from ..attention.functions import attention_modules
+from ..attention.reconstruction import RECIPE
+from ..cache.cache import ProxyPrunedCache
+from ..cache.retention import RetentionPolicy
 from ..errors import InvalidInputError
 from ..geometry import ModelGeometry, device_of, weights_fingerprint
-from ..moments import Moments
-from ..reconstruction import RECIPE
-from ..retention import RetentionPolicy
 from ..scorers.hidden_state import HiddenStateHeads, HiddenStateScorer
+from ..scorers.moments import Moments
 from .dataset import SCORE_FLOOR
 from .metrics import mean_metrics, measure
 from .shards import ScoredDocument

@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..errors import InvalidInputError, ScoringError
-from ..mapper import HybridAxialMapper
+from ..proxy.mapper import HybridAxialMapper
 from .checkpoints import Checkpoints, Epoch, Trained
 from .config import TrainingConfig
 from .dataset import FeatureDataset, TrainingDocument

@@ -9,11 +9,11 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from ..attention.reconstruction import RECIPE
 from ..errors import ShardError
 from ..geometry import ModelGeometry, weights_fingerprint
-from ..mapper import HybridAxialMapper, HybridAxialMapperConfig
-from ..pretrained import SELF_PROXY, load_first_layers
-from ..reconstruction import RECIPE
+from ..proxy.loading import SELF_PROXY, load_first_layers
+from ..proxy.mapper import HybridAxialMapper, HybridAxialMapperConfig
 from ..scorers.on_lane import check_same_tokens
 from .config import TrainingConfig
 from .dataset import FeatureDataset, places_of, split, taught_shards

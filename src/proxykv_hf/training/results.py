@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..files import write_whole
-from ..mapper import HybridAxialMapper
-from ..model_card import mapper_card, operations_per_token
+from ..proxy.card import mapper_card, operations_per_token
+from ..proxy.mapper import HybridAxialMapper
 from .checkpoints import Epoch
 from .config import TrainingConfig
 from .dataset import FeatureDataset

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..mapper import CLAMP
+from ..proxy.mapper import CLAMP
 from .dataset import TrainingDocument
 
 

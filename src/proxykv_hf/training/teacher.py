@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import ProxyPrunedCache
+from ..attention.reconstruction import RECIPE, repeat_length
+from ..cache.cache import ProxyPrunedCache
+from ..cache.retention import RetentionPolicy
 from ..chat import chat_affixes, encode
 from ..errors import InvalidInputError, ShardError
 from ..geometry import ModelGeometry, max_positions, weights_fingerprint
-from ..reconstruction import RECIPE, repeat_length
-from ..retention import RetentionPolicy
 from ..scorers.kvzip import KVzipScorer
 from .corpus import Corpus, Split
 from .shards import DOCUMENTS_PER_SHARD, ScoredDocument, ShardFolder

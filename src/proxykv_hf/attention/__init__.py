@@ -1,0 +1,1 @@
+"""A model's attention: how it is taken over, read and repeated."""

@@ -1,0 +1,230 @@
+"""KVzip's scores (arXiv 2505.23416): how much a model looks at each KV pair while repeating its context.
+
+The one place where the recipe is written: for the oracle and teacher on the target, and for whoever
+runs it on another model. Recipe ``kvzip-1``: the context in chunks of 2048 tokens; for each, one
+forward over ``repeat prompt + chat suffix + chunk`` at positions that follow the prefill; in every
+layer the attention of these queries over exactly [4 sink tokens, the chunk, the queries themselves
+(causal)]; a KV pair's score is the largest weight that any query of any query head of its group
+gives it.
+
+The softmax of a chunk is over that chunk, so in the last one, if it is short, fewer tokens share the weight and score
+higher than those of a whole one. As far as we know that is KVzip's own chunking, and it is kept: the scores of teachers
+and shipped mappers are of this recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .._compat import call_forward
+from ..attention import functions as attention
+from ..chat import chat_affixes, encode
+from ..geometry import ModelGeometry, device_of
+from ..proxy.lane import Cancelled
+from .logits import scaled_logits
+
+RECIPE = "kvzip-1"
+CHUNK_TOKENS = 2048
+SINK_TOKENS = 4
+#: Tokens of the chunk before that a later chunk's prompt quotes.
+QUOTED_TOKENS = 8
+#: Queries scored at once: bounds the attention weights held to block x (chunk + repeat).
+QUERY_BLOCK = 256
+
+#: What asks for the first chunk, and for a later one whose quoted start follows. Another wording is another recipe.
+PROMPTS = (
+    "\n\nRepeat the previous context exactly.",
+    "\n\nRepeat the part of the previous context exactly, starting with",
+)
+
+
+def repeat_inputs(
+    tokenizer: PreTrainedTokenizerBase,
+    context_ids: Tensor,
+    chunk_tokens: int = CHUNK_TOKENS,
+    prompts: tuple[str, str] = PROMPTS,
+) -> list[tuple[int, int, Tensor]]:
+    """Chunks ``(start, stop)`` of the context `[n]`, and what is fed to the model to repeat each."""
+    first, later = prompts
+    suffix = encode(tokenizer, chat_affixes(tokenizer)[1])
+    inputs = []
+    for start in range(0, len(context_ids), chunk_tokens):
+        stop = min(start + chunk_tokens, len(context_ids))
+        if start == 0:
+            ask = encode(tokenizer, first)
+        else:
+            quoted = context_ids[max(0, start - QUOTED_TOKENS) : start].tolist()
+            ask = encode(tokenizer, later) + quoted
+        ids = torch.cat([torch.tensor(ask + suffix, dtype=torch.long), context_ids[start:stop].cpu()])
+        inputs.append((start, stop, ids))
+    return inputs
+
+
+def repeat_length(
+    tokenizer: PreTrainedTokenizerBase,
+    context_ids: Tensor,
+    chunk_tokens: int = CHUNK_TOKENS,
+    prompts: tuple[str, str] = PROMPTS,
+) -> int:
+    """Tokens of the longest of `repeat_inputs`: so many positions are needed after the prompt."""
+    inputs = repeat_inputs(tokenizer, context_ids, chunk_tokens, prompts)
+    return max((len(ids) for _, _, ids in inputs), default=0)
+
+
+@torch.no_grad()
+def reconstruction_scores(
+    model: PreTrainedModel,
+    states: Sequence[tuple[Tensor, Tensor]],
+    input_ids: Tensor,
+    context: tuple[int, int],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    next_position: int | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+    sink_tokens: int = SINK_TOKENS,
+    prompts: tuple[str, str] = PROMPTS,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Tensor:
+    """Score the context of one prefilled prompt.
+
+    Args:
+        model: The model that prefilled it.
+        states: Per layer K `[1, H, n, D]` and V `[1, H, n, Dv]`; only read. Sliding-window layers
+            hold the last tokens only.
+        input_ids: `[n]`, the prompt.
+        context: ``(start, stop)``, what is scored.
+        tokenizer: The model's.
+        next_position: The position id after the prompt; n by default.
+        chunk_tokens: Context tokens repeated in one forward.
+        sink_tokens: First tokens of the prompt that the scored attention sees besides the chunk.
+        prompts: See ``PROMPTS``.
+        cancelled: Asked in each layer of each chunk.
+
+    Returns: `[L, H, n]`, float32, on the model's device; zero outside the context and in
+        sliding-window layers. The pass holds at most a layer's copy of K and V and
+        ``QUERY_BLOCK`` rows of attention at a time: memory is linear in the chunk.
+
+    Raises:
+        Cancelled: ``cancelled()`` became true.
+    """
+    geometry = ModelGeometry.from_config(model.config)
+    tokens = len(input_ids)
+    position = tokens if next_position is None else next_position
+    scores = torch.zeros(
+        geometry.num_layers, geometry.num_key_value_heads, tokens, dtype=torch.float32, device=device_of(model)
+    )
+    decoder = model.base_model  # no logits: they would be far larger than all else
+    with attention.Lease(model):
+        for start, stop, ids in repeat_inputs(tokenizer, input_ids[slice(*context)], chunk_tokens, prompts):
+            chunk = (context[0] + start, context[0] + stop)
+            layers: list[Any] = [
+                _ReadOnlyLayer(keys, values, tokens, cancelled)
+                if window is not None
+                else _ScoringLayer(keys, values, tokens, cancelled, chunk, min(sink_tokens, chunk[0]))
+                for (keys, values), window in zip(states, geometry.sliding_windows, strict=True)
+            ]
+            for layer, window in zip(layers, geometry.sliding_windows, strict=True):
+                layer.is_sliding = window is not None
+            ids = ids.to(device_of(model))
+            positions = position + torch.arange(len(ids), device=device_of(model))
+            call_forward(
+                decoder, input_ids=ids[None], position_ids=positions[None], cache=Cache(layers=layers), use_cache=True
+            )
+            for index in geometry.full_layers:
+                scores[index, :, slice(*chunk)] = layers[index].scores
+    return scores
+
+
+class _ReadOnlyLayer(DynamicLayer):
+    """A layer of the prefilled cache for one forward, whose own K and V are not kept."""
+
+    is_sliding = False
+    is_initialized = True
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, keys: Tensor, values: Tensor, seen: int, cancelled: Callable[[], bool]) -> None:
+        self.keys, self.values, self.seen, self.cancelled = keys, values, seen, cancelled
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.cancelled():
+            raise Cancelled
+        return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        stored = self.keys.shape[2]
+        return stored + query_length, self.seen - stored
+
+
+class _ScoringLayer(_ReadOnlyLayer):
+    """The same, and scores ``chunk`` on the way."""
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        seen: int,
+        cancelled: Callable[[], bool],
+        chunk: tuple[int, int],
+        sinks: int,
+    ) -> None:
+        super().__init__(keys, values, seen, cancelled)
+        self.chunk, self.sinks = chunk, sinks
+        self.scores: Tensor | None = None  # [H, chunk]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states)
+        attention.hand_over(keys, values, self)
+        return keys, values
+
+    def attend(
+        self,
+        backend: attention.Backend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> attention.AttentionOutput:
+        start, stop = self.chunk
+        seen_keys = torch.cat([key[:, :, : self.sinks], key[:, :, start:stop]], dim=2)
+        self.scores = largest_attention(
+            query[0], seen_keys[0], key[0, :, self.seen :], kwargs.get("scaling"), kwargs.get("softcap")
+        )[:, self.sinks :]
+        return backend(module, query, key, value, attention_mask, **kwargs)
+
+
+def largest_attention(
+    query: Tensor, seen_keys: Tensor, own_keys: Tensor, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """The largest weight each seen key gets from any query of its group, `[H, S]`, float32.
+
+    Args:
+        query: `[Q, q, D]`.
+        seen_keys: `[H, S, D]`, seen by every query.
+        own_keys: `[H, q, D]`, the queries' own, seen causally.
+        scaling: See `logits.scaled_logits`.
+        softcap: The same.
+    """
+    heads, seen, _ = seen_keys.shape
+    grouped = query.unflatten(0, (heads, -1))  # [H, G, q, D]
+    keys = torch.cat([seen_keys, own_keys], dim=1).unsqueeze(1)  # [H, 1, S + q, D]
+    best = query.new_zeros(heads, seen, dtype=torch.float32)
+    places = torch.arange(query.shape[1], device=query.device)
+    for block in places.split(QUERY_BLOCK):
+        visible = seen + int(block[-1]) + 1  # later keys are masked for the whole block
+        logits = scaled_logits(grouped[:, :, block], keys[:, :, :visible], scaling, softcap)
+        logits[..., seen:].masked_fill_(places[: visible - seen] > block[:, None], float("-inf"))
+        best = torch.maximum(best, logits.softmax(-1)[..., :seen].amax(dim=(1, 2)))
+    return best

@@ -1,0 +1,188 @@
+"""How a model turns queries by their position (RoPE, arXiv 2104.09864), so that it can be undone."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .._compat import call_forward
+from ..attention import functions as attention
+from ..errors import UnsupportedModelError
+from ..geometry import ModelGeometry, device_of
+
+#: Kinds of RoPE whose frequencies change with the length of the text.
+CHANGING = ("dynamic", "longrope")
+#: The position at which a model's turning is tried out.
+TRIED_POSITION = 5
+#: Largest share of a query that rounding, in bfloat16 say, may be.
+TOLERANCE = 0.05
+
+
+class Rotary:
+    """The rotation that a model applies to its queries, found in the model's own parts and tried out on it.
+
+    Use `Rotary.of`. The sines and cosines are those of the decoder's ``rotary_emb``, and what is made of them is up
+    to the ``apply_rotary_pos_emb`` of the file that defines its attention.
+
+    Args:
+        embedding: The decoder's ``rotary_emb``.
+        apply: ``apply_rotary_pos_emb``.
+        layer_types: Of the layers, where the embedding tells them apart.
+    """
+
+    def __init__(
+        self, embedding: nn.Module, apply: Callable[..., tuple[Tensor, Tensor]], layer_types: list[str] | None
+    ) -> None:
+        self._embedding, self._apply, self._layer_types = embedding, apply, layer_types
+        self._still_layers: set[int] = set()  # those that turn nothing
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Rotary:
+        """The rotation of a model's full-attention layers.
+
+        One forward of a token that sees only itself, at two positions: but for the rotation, its queries are the same.
+
+        Raises:
+            UnsupportedModelError: The model has no RoPE, one whose frequencies change with the length, or turns its
+                queries in a way of its own.
+        """
+        name = type(model).__name__
+        decoder = model.get_decoder()
+        embedding: Any = getattr(decoder, "rotary_emb", None)
+        modules = attention.attention_modules(decoder)
+        apply = _apply_function(modules[0]) if modules else None
+        if embedding is None or apply is None:
+            raise UnsupportedModelError(
+                f"expected a model with rotary positions, a decoder with `rotary_emb` and attention with "
+                f"`apply_rotary_pos_emb`, got {name}: use a scorer that needs no positions (SnapKVScorer)"
+            )
+        kinds: Any = getattr(embedding, "rope_type", None)
+        changing = set(kinds.values() if isinstance(kinds, dict) else [kinds]) & set(CHANGING)
+        if changing:
+            raise UnsupportedModelError(
+                f"expected rotary positions whose frequencies are fixed, got {', '.join(sorted(changing))} in {name}: "
+                "use a scorer that needs no positions (SnapKVScorer)"
+            )
+        typed = "layer_type" in inspect.signature(embedding.forward).parameters
+        layer_types = list(model.config.get_text_config(decoder=True).layer_types) if typed else None
+        rotary = cls(embedding, apply, layer_types)
+        rotary._try_out(model, decoder)
+        return rotary
+
+    def undo(self, layer: int, states: Tensor, positions: Tensor) -> Tensor:
+        """States `[..., n, D]` as they were before they were turned by positions `[n]`, float32."""
+        states = states.float()
+        if layer in self._still_layers:
+            return states
+        cos, sin = self._angles(layer, positions)
+        return self._turn(states, cos, -sin) / (cos.square() + sin.square()).mean()  # 1 unless RoPE also scales
+
+    def mean_turn(self, layer: int, positions: Tensor, size: int) -> Tensor:
+        """The mean of the rotations by some positions `[n]`, as a matrix `[D, D]` that rows are multiplied by.
+
+        Args:
+            layer: Whose.
+            positions: Of at least one token.
+            size: D.
+        """
+        unit = torch.eye(size, dtype=torch.float32, device=positions.device)
+        if layer in self._still_layers:
+            return unit
+        cos, sin = (part.mean(0, keepdim=True).expand(size, -1) for part in self._angles(layer, positions))
+        return self._turn(unit, cos, sin)  # turning is linear in sine and cosine
+
+    def _angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine `[n, R]`, float32, R the numbers of D that are turned."""
+        typed = {} if self._layer_types is None else {"layer_type": self._layer_types[layer]}
+        like = torch.zeros(1, dtype=torch.float32, device=positions.device)  # whose type sine and cosine take
+        cos, sin = self._embedding(like, positions[None], **typed)
+        return cos[0].to(positions.device), sin[0].to(positions.device)  # a layer may be elsewhere than the embedding
+
+    def _turn(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        flat = states.reshape(1, -1, *states.shape[-2:])  # [1, heads, n, D]
+        turned, still = flat[..., : cos.shape[-1]], flat[..., cos.shape[-1] :]
+        return torch.cat([self._apply(turned, turned, cos[None], sin[None])[0], still], dim=-1).view_as(states)
+
+    @torch.no_grad()
+    def _try_out(self, model: PreTrainedModel, decoder: nn.Module) -> None:
+        """See what each full-attention layer does with a query."""
+        geometry = ModelGeometry.from_config(model.config)
+        layers = [_QueryLayer(window is not None) for window in geometry.sliding_windows]
+        size = model.config.get_text_config(decoder=True).hidden_size
+        # Made up, since one of the vocabulary's may be all zeros.
+        device = device_of(model)
+        token = torch.arange(size, device=device).cos().to(model.dtype)
+        positions = torch.tensor([[0], [TRIED_POSITION]], device=device)
+        with attention.Lease(model):
+            call_forward(
+                decoder,
+                inputs_embeds=token.expand(2, 1, -1),
+                position_ids=positions,
+                cache=Cache(layers=list(layers)),
+                use_cache=True,
+            )
+        for index in geometry.full_layers:
+            query = layers[index].query
+            assert query is not None
+            here, there = query.float()  # [Q, 1, D] twice
+            try:
+                undone = [self.undo(index, part, at) for part, at in zip((here, there), positions, strict=True)]
+            except (RuntimeError, TypeError, ValueError, IndexError):  # positions of several axes, say
+                undone = [here, torch.full_like(here, torch.inf)]
+            if not _close(*undone):
+                if not _close(here, there):
+                    raise UnsupportedModelError(
+                        f"expected {type(model).__name__} to turn queries by `rotary_emb` and `apply_rotary_pos_emb`, "
+                        f"but layer {index} does otherwise: use a scorer that needs no positions (SnapKVScorer)"
+                    )
+                self._still_layers.add(index)
+
+
+class _QueryLayer(DynamicLayer):
+    """A layer of the cache that notes the queries of one forward."""
+
+    is_initialized = True
+
+    def __init__(self, is_sliding: bool) -> None:
+        self.is_sliding = is_sliding
+        self.query: Tensor | None = None  # [B, Q, q, D]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        attention.hand_over(key_states, value_states, self)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def attend(
+        self,
+        backend: attention.Backend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> attention.AttentionOutput:
+        self.query = query
+        return backend(module, query, key, value, attention_mask, **kwargs)
+
+
+def _apply_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The ``apply_rotary_pos_emb`` of the file that defines an attention module, or that of its base classes."""
+    namespaces = (vars(sys.modules.get(cls.__module__, object())) for cls in type(module).__mro__)
+    return next((space["apply_rotary_pos_emb"] for space in namespaces if "apply_rotary_pos_emb" in space), None)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= TOLERANCE * one.abs().max())

@@ -1,0 +1,1 @@
+"""The cache, and what it keeps of a prompt."""

@@ -1,0 +1,189 @@
+"""A full-attention layer of the cache: what is stored, what was seen, and its share in the attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+
+from ..attention.functions import AttentionOutput, Backend, Lease, check_arguments, hand_over, take_hidden
+from ..errors import CacheStateError
+from ..scorers.base import Observation
+from .ragged import ragged_attention
+from .storage import DenseStorage, RaggedStorage
+
+Watch = Callable[[Observation], None]
+
+
+class PrunedLayer(DynamicLayer):
+    """One layer; seen is not kept.
+
+    The mask that the model builds covers the storage's columns: all that is kept in a rectangular
+    layer, only what came after the prune in a ragged one. The columns before them, ``offset`` many,
+    were seen, so positions stay true.
+
+    Args:
+        index: The layer's place in the model.
+        storage: What it holds, if anything.
+        offset: Columns seen that the mask does not cover.
+        fixed: Columns at the start that are the result of a prune and cannot be cropped.
+        lease: Of a layer in somebody else's cache: the model's attention, for as long as it lives.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        storage: DenseStorage | RaggedStorage | None = None,
+        offset: int = 0,
+        fixed: int = 0,
+        lease: Lease | None = None,
+    ) -> None:
+        self.index = index
+        self.lease = lease
+        self.storage = storage
+        self.offset = offset
+        self.fixed = fixed
+        self.watch: Watch | None = None
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self.storage is not None
+
+    def _dense(self) -> DenseStorage | None:
+        if isinstance(self.storage, RaggedStorage):
+            raise CacheStateError(
+                f"layer {self.index} is ragged: its heads keep different numbers of tokens and there is no one "
+                "tensor of keys or values; use allocation='uniform' where one is needed"
+            )
+        return self.storage
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """`[B, H, K, D]`, a view; None while empty.
+
+        Raises:
+            CacheStateError: The layer is ragged.
+        """
+        dense = self._dense()
+        return None if dense is None else dense.keys
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """`[B, H, K, Dv]`, see ``keys``."""
+        dense = self._dense()
+        return None if dense is None else dense.values
+
+    @property
+    def columns(self) -> int:
+        """Columns that the mask covers."""
+        return 0 if self.storage is None else self.storage.length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store `[B, H, q, D]` and `[B, H, q, Dv]`; return what the attention function is to be given."""
+        if self.storage is None:
+            self.storage = DenseStorage(key_states, value_states)
+        else:
+            self.storage.append(key_states, value_states)
+        keys, values = self.storage.keys, self.storage.values
+        if self.watch is not None or isinstance(self.storage, RaggedStorage):
+            hand_over(keys, values, self)
+        return keys, values
+
+    def attend(
+        self,
+        backend: Backend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> AttentionOutput:
+        """See `attention.AttendingLayer`."""
+        check_arguments(attention_mask, kwargs)
+        if self.watch is not None:
+            self.watch(
+                Observation(
+                    layer=self.index,
+                    query=query.detach(),
+                    key=key,
+                    hidden=take_hidden(),
+                    scaling=kwargs.get("scaling"),
+                    softcap=kwargs.get("softcap"),
+                    columns=key.shape[2],
+                )
+            )
+        if isinstance(self.storage, RaggedStorage):
+            output = ragged_attention(query, self.storage, attention_mask, kwargs.get("scaling"), kwargs.get("softcap"))
+            return output, None
+        return backend(module, query, key, value, attention_mask, **kwargs)
+
+    def share_rows(self) -> None:
+        """Become a layer whose rows' copies cost nothing; all that it holds is fixed from now on."""
+        if isinstance(self.storage, DenseStorage):
+            self.offset += self.storage.length
+            self.fixed = 0
+            self.storage = RaggedStorage.share(self.storage)
+
+    def fork(self) -> PrunedLayer:
+        """An independent layer that shares memory until written."""
+        storage = None if self.storage is None else self.storage.fork()
+        return PrunedLayer(self.index, storage, self.offset, self.fixed, self.lease)
+
+    def get_seq_length(self) -> int:
+        """Tokens (columns) seen."""
+        return self.offset + self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns of the mask for ``query_length`` new ones, and the place of the first of them."""
+        return self.columns + query_length, self.offset
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.storage, self.offset, self.fixed, self.watch = None, 0, 0, None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` columns.
+
+        Raises:
+            CacheStateError: Some of them are the result of a prune.
+        """
+        self.check_crop(-tokens_to_remove)
+        if self.storage is not None:
+            self.storage.crop(-tokens_to_remove)
+
+    def check_crop(self, count: int) -> None:
+        """Raise `CacheStateError` if the last ``count`` columns reach into the pruned part."""
+        room = self.columns - self.fixed
+        if count > room:
+            what = "the pruned part of the prompt" if self.offset else "the start of the cache"
+            raise CacheStateError(
+                f"cannot crop {count} of {self.get_seq_length()} tokens: only the last {room} lie after {what}; "
+                "reset() and prefill again"
+            )
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the batch rows ``indices``."""
+        if self.storage is not None:
+            self.storage.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row."""
+        if self.storage is not None:
+            self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder batch rows, for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return 0 if self.storage is None else self.storage.keys.shape[0]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that hold memory."""
+        return iter(()) if self.storage is None else self.storage.tensors()

@@ -1,0 +1,373 @@
+"""A prompt on its way through the target, and the scorers that rate it."""
+
+from __future__ import annotations
+
+import numbers
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..attention import functions as attention
+from ..errors import InvalidInputError, ProxyKVError, ProxyKVWarning, ScoringError, UnsupportedModelError
+from ..geometry import ModelGeometry, device_of, max_positions
+from ..scorers.base import Observation, OnLane, Scorer, ScorerRun, ScoringRequest
+from .layers import PrunedLayer
+from .prompt import Context, Prompt, check_left_padded, read_prompt
+
+Taps = list[torch.utils.hooks.RemovableHandle]
+
+#: When a scorer on a lane runs: beside the target's prefill; before it, for the lowest peak memory, since
+#: then each layer is pruned as it is filled; or after it, for measuring.
+Schedule = Literal["overlap", "proxy_first", "sequential"]
+SCHEDULES = get_args(Schedule)
+
+#: Arguments of a forward by which its rows are told apart, and kinds of values that concern all rows alike.
+ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache")
+SCALARS = (bool, int, float, str, type(None))
+
+
+def plain_timeout(timeout: float | None) -> float | None:
+    """``timeout`` in seconds, None for as long as it takes.
+
+    Raises:
+        InvalidInputError: It is no time that can be waited for.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not 0 <= timeout <= threading.TIMEOUT_MAX:
+        raise InvalidInputError(f"timeout: expected seconds, a number of at least 0, or None, got {timeout!r}")
+    return float(timeout)
+
+
+class Prefill:
+    """Collects the chunks of a prompt, and runs its scorers beside them.
+
+    Args:
+        target: The model.
+        geometry: Its geometry.
+        scorers: By name.
+        tokenizer: For scorers that need one.
+        context: What may be evicted.
+        strict: Raise if scoring fails, instead of warning and going on without scores.
+        timeout: Seconds to wait for scores.
+        schedule: When the scorers run, see ``SCHEDULES``; None for what suits them.
+        taps: Hooks on the model while it is observed; the caller owns the list and removes what is
+            left in it should this object be dropped.
+        runs: Of the scorers, by name; the caller owns the dict and cancels what is left in it likewise.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        geometry: ModelGeometry,
+        scorers: Mapping[str, Scorer],
+        *,
+        tokenizer: PreTrainedTokenizerBase | None,
+        context: Context | None,
+        strict: bool,
+        timeout: float | None,
+        schedule: Schedule | None,
+        taps: Taps,
+        runs: dict[str, ScorerRun],
+    ) -> None:
+        self.target, self.geometry, self.scorers = target, geometry, scorers
+        self.tokenizer, self.context, self.strict = tokenizer, context, strict
+        self.timeout, self.taps = timeout, taps
+        self.schedule = schedule or self._suitable_schedule()
+        self.batch = 0
+        self.cropped = False
+        """Whether tokens were taken back: then the next forward is no chunk of the prompt."""
+        self.seconds: dict[str, float] = {}
+        self.devices: dict[str, str] = {}
+        self.bytes_peak_proxy = 0
+        self.fallback: str | None = None
+        """Why there are no scores, or None."""
+        self._runs = runs
+        self._chunks: list[Tensor | None] = []
+        self._mask: Tensor | None = None
+        self._pads: tuple[int, ...] = ()  # of the batch's rows so far
+        self._firsts: tuple[int, ...] = ()  # see `Observation`
+        self._positions: list[Tensor] = []
+        self._ids_tell_rows = True
+        self._drafts = 0
+
+    def begin(
+        self,
+        call: Mapping[str, Any],
+        shape: tuple[int, int],
+        drafts: int,
+        layers: Iterable[PrunedLayer],
+        known: int | None,
+    ) -> None:
+        """The first chunk is about to go through the target.
+
+        Args:
+            call: The forward's arguments.
+            shape: ``(B, q)``.
+            drafts: Tokens at the end that are not the prompt's, in assisted decoding.
+            layers: The cache's, to be watched.
+            known: Tokens of the whole prompt, where they are known.
+
+        Raises:
+            ValueError, UnsupportedModelError: What a scorer refuses, before the target does any work.
+        """
+        self._drafts = drafts
+        self._note(call, shape)
+        # What runs beside a part of the prompt that is known to be one would have to run again.
+        at_once = self.schedule != "sequential" and (known is None or known <= shape[1])
+        request = self._first_request((shape[0], shape[1] - drafts), known == shape[1], at_once)
+        for name, scorer in self.scorers.items():
+            try:
+                self._runs[name] = scorer.begin(request)
+            except (ValueError, UnsupportedModelError):
+                self.cancel()
+                raise
+            except Exception as error:
+                self._fail(name, error)
+                break
+            if self.schedule == "proxy_first":  # before the next one is launched
+                started = time.perf_counter()
+                self._runs[name].wait()
+                self._note_wait(time.perf_counter() - started)
+        for layer in layers:
+            layer.watch = self._watch
+        if any(self.scorers[name].observes for name in self._runs):
+            self.taps.extend(attention.tap_hidden(self.target))
+
+    def _watch(self, observation: Observation) -> None:
+        """Show a layer's attention to those who observe."""
+        seen = replace(observation, pads=self._pads, firsts=self._firsts)
+        for name, run in list(self._runs.items()):
+            if self.scorers[name].observes:
+                try:
+                    run.observe(seen)
+                except (ValueError, UnsupportedModelError):
+                    raise
+                except Exception as error:  # then no run is left
+                    self._fail(name, error)
+                    return
+
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether the scores, of one scorer, may be there before the prefill is over."""
+        return len(self.scorers) == 1 and len(self._runs) == 1 and not next(iter(self._runs.values())).needs_cache
+
+    def ready(self) -> bool:
+        """Whether `finish` would return without waiting. Never blocks."""
+        return all(run.ready() for run in self._runs.values())
+
+    def _suitable_schedule(self) -> Schedule:
+        """Lanes that would take each other's cores run one after another: together they take far longer."""
+        lanes = [scorer.lane for scorer in self.scorers.values() if isinstance(scorer, OnLane)]
+        shared = any(lane.threads is None and lane.device.type == "cpu" for lane in lanes)
+        return "proxy_first" if shared and device_of(self.target).type == "cpu" else "overlap"
+
+    def extend(self, call: Mapping[str, Any], shape: tuple[int, int]) -> None:
+        """The next chunk follows: who does not observe begins again when the prompt is whole."""
+        self._note(call, shape)
+        for name in [name for name in self._runs if not self.scorers[name].observes]:
+            self._runs.pop(name).cancel()
+
+    def _note(self, call: Mapping[str, Any], shape: tuple[int, int]) -> None:
+        mask, positions = call.get("attention_mask"), call.get("position_ids")
+        if mask is not None:
+            check_left_padded(mask.bool())
+        if positions is None:
+            seen = sum(chunk.shape[1] for chunk in self._positions)
+            positions = torch.arange(seen, seen + shape[1]).expand(shape[0], -1)
+        elif positions.ndim == 3:  # multimodal rotary positions `[3, B, q]`: text goes on after the largest
+            positions = positions.amax(0)
+            self._ids_tell_rows = False
+        # Images, adapters and the like make rows of the same tokens differ.
+        if any(name not in ROW_ARGUMENTS and not isinstance(value, SCALARS) for name, value in call.items()):
+            self._ids_tell_rows = False
+        self.batch = shape[0]
+        self._chunks.append(call.get("input_ids"))
+        self._positions.append(positions.expand(shape[0], -1).cpu())
+        self._mask = mask
+        self._pads = () if mask is None else tuple((~mask.bool()).sum(1).tolist())
+        self._firsts = self._first_copies()
+
+    def _first_copies(self) -> tuple[int, ...]:
+        """For each batch row the first that was the same before the newest chunk, and is in it; for observers."""
+        ids, positions = self._chunks[-1], self._positions[-1]
+        observed = any(scorer.observes for scorer in self.scorers.values())
+        if not observed or self.batch == 1 or ids is None or not self._ids_tell_rows:
+            return tuple(range(self.batch))
+        before, pads = self._firsts or (0,) * self.batch, self._pads or (0,) * self.batch
+        places: dict[object, int] = {}
+        return tuple(
+            places.setdefault((before[row], pads[row], *ids[row].tolist(), *positions[row].tolist()), row)
+            for row in range(self.batch)
+        )
+
+    def crop(self, count: int, seen: int) -> None:
+        """The last ``count`` of ``seen`` tokens were taken back."""
+        self.cropped = True
+        ids = self._ids()
+        self._chunks = [None if ids is None else ids[:, : seen - count]]
+        self._positions = [torch.cat(self._positions, dim=1)[:, : seen - count]]
+        self._mask = None if self._mask is None else self._mask[:, : seen - count]
+        self._drafts = max(0, self._drafts - count)
+
+    def read(self, seen: int) -> tuple[Prompt, Tensor]:
+        """The whole prompt after ``seen`` tokens, and each batch row's distinct row `[B]`.
+
+        Raises:
+            InvalidInputError: Padding that is not on the left, a context outside the prompt.
+        """
+        return self._read(self._mask, self.context, (self.batch, seen - self._drafts))
+
+    def _read(self, mask: Tensor | None, context: Context | None, shape: tuple[int, int]) -> tuple[Prompt, Tensor]:
+        ids = self._ids()
+        prompt, rows = read_prompt(
+            ids if self._ids_tell_rows else None, mask, torch.cat(self._positions, dim=1), context, shape
+        )
+        if ids is not None and prompt.input_ids is None:
+            prompt = replace(prompt, input_ids=ids[:, : shape[1]].cpu())
+        return prompt, rows
+
+    def finish(self, prompt: Prompt, rows: Tensor, layers: Sequence[Any]) -> dict[str, Tensor]:
+        """Scores by name, `[R, L, H, P]`; none if scoring failed, see ``fallback``.
+
+        Args:
+            prompt: From `read`.
+            rows: From `read`.
+            layers: The cache's, whole.
+        """
+        self._remove_taps()
+        for layer in layers:
+            if isinstance(layer, PrunedLayer):
+                layer.watch = None
+        request = self._scoring_request(prompt, at_once=True)
+        view = WholeLayers(self.target, request, rows, layers)
+        scores: dict[str, Tensor] = {}
+        for name, scorer in self.scorers.items():
+            if self.fallback is not None:
+                return {}
+            started = time.perf_counter()
+            try:
+                run = self._runs.get(name) or scorer.begin(request)
+                self._runs[name] = run
+                scores[name] = checked_scores(run.finish(view), self.geometry, prompt)
+                del self._runs[name]
+                self.seconds |= run.seconds
+                self.devices |= run.devices
+                self.bytes_peak_proxy = max(self.bytes_peak_proxy, run.bytes_peak)
+            except Exception as error:
+                self._fail(name, error)
+            waited = time.perf_counter() - started
+            self._note_wait(waited)
+            if len(self.scorers) > 1:
+                self.seconds[f"wait {name}"] = waited
+        return {} if self.fallback is not None else scores
+
+    def _note_wait(self, seconds: float) -> None:
+        self.seconds["wait"] = self.seconds.get("wait", 0.0) + seconds
+
+    def cancel(self) -> None:
+        """Drop the runs and the hooks."""
+        self._remove_taps()
+        while self._runs:
+            self._runs.popitem()[1].cancel()
+
+    def _remove_taps(self) -> None:
+        while self.taps:
+            self.taps.pop().remove()
+
+    def _ids(self) -> Tensor | None:
+        known = [chunk for chunk in self._chunks if chunk is not None]
+        return torch.cat(known, dim=1) if len(known) == len(self._chunks) else None
+
+    def _first_request(self, shape: tuple[int, int], is_whole: bool, at_once: bool) -> ScoringRequest:
+        """The request as far as it is known: more chunks may follow, and the span may lie in them."""
+        try:
+            prompt, _ = self._read(self._mask, self.context, shape)
+        except InvalidInputError:
+            if is_whole:
+                raise
+            prompt, _ = self._read(None, None, shape)
+        return self._scoring_request(prompt, at_once)
+
+    def _scoring_request(self, prompt: Prompt, at_once: bool) -> ScoringRequest:
+        limit = max_positions(self.target.config)
+        return ScoringRequest(prompt, self.target, self.geometry, self.tokenizer, limit, self.timeout, at_once)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        """Raise if strict, else remember and warn."""
+        self.cancel()
+        if self.strict:
+            if isinstance(error, ProxyKVError):
+                raise error
+            raise ScoringError(f"scorer {name!r} failed: {type(error).__name__}: {error}") from error
+        self.fallback = f"{name}: {type(error).__name__}: {error}"
+        warnings.warn(
+            f"the cache stays uncompressed, since its scorer failed ({self.fallback}); strict=True raises instead",
+            ProxyKVWarning,
+            stacklevel=2,
+        )
+
+
+def check_scorable(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    scorers: Iterable[Scorer],
+    input_ids: Tensor,
+    context: tuple[int, int] | None = None,
+) -> None:
+    """Have scorers refuse a prompt `[1, n]` that they could not score, long before they are to.
+
+    Raises:
+        ValueError, UnsupportedModelError: What one refuses, see `Scorer.begin`.
+    """
+    prompt, _ = read_prompt(input_ids, None, None, context, (1, input_ids.shape[1]))
+    geometry, limit = ModelGeometry.from_config(target.config), max_positions(target.config)
+    request = ScoringRequest(prompt, target, geometry, tokenizer, limit, at_once=False)
+    for scorer in scorers:
+        scorer.begin(request).cancel()
+
+
+class WholeLayers:
+    """A prefilled cache's layers as scorers read them (`scorers.base.WholeCache`)."""
+
+    def __init__(self, target: PreTrainedModel, request: ScoringRequest, rows: Tensor, layers: Sequence[Any]) -> None:
+        self.target, self.request = target, request
+        self._rows, self._layers = rows, layers
+
+    def batch_row(self, row: int) -> int:
+        """See `scorers.base.WholeCache`."""
+        return int((self._rows == row).nonzero()[0])
+
+    def states(self, row: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """See `scorers.base.WholeCache`."""
+        prompt, batch_row = self.request.prompt, self.batch_row(row)
+        states = []
+        for layer in self._layers:
+            first = layer.get_seq_length() - layer.keys.shape[2]  # the column of what is stored first
+            columns = slice(max(0, prompt.pads[row] - first), prompt.columns - first)
+            states.append((layer.keys[batch_row, None, :, columns], layer.values[batch_row, None, :, columns]))
+        return states
+
+
+def checked_scores(scores: Any, geometry: ModelGeometry, prompt: Prompt) -> Tensor:
+    """``scores``, if they are `[R, L, H, P]` and no number where one is needed is NaN.
+
+    Raises:
+        ScoringError: They are not.
+    """
+    expected = [len(prompt.lengths), geometry.num_layers, geometry.num_key_value_heads, prompt.columns]
+    if not isinstance(scores, Tensor) or [*scores.shape] != expected:
+        got = [*scores.shape] if isinstance(scores, Tensor) else type(scores).__name__
+        raise ScoringError(f"expected scores [R, L, H, N] = {expected}, got {got}")
+    full = list(geometry.full_layers)
+    for row, pad in enumerate(prompt.pads):
+        if scores[row, full, :, pad:].isnan().any():
+            raise ScoringError(f"the scores of row {row} hold NaN")
+    return scores.detach()

@@ -1,0 +1,1 @@
+"""The small model that scores, and the mapper of what it sees."""

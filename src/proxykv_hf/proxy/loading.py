@@ -1,0 +1,220 @@
+"""A mapper, its proxy and the checks between them and the target, put together into a scorer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from ..attention import functions as attention
+from ..errors import InvalidInputError, ProxyKVError, ProxyKVWarning, UnsupportedModelError
+from ..geometry import ModelGeometry, are_other_weights, check_loaded, device_of
+from ..scorers.proxy import ProxyScorer, check_proxy, check_target
+from .lane import usable_device
+from .mapper import HybridAxialMapper
+
+#: As a mapper's ``proxy_id``: the proxy is the target's own first layers, its parameters shared.
+SELF_PROXY = "target"
+
+
+def load_proxy_scorer(
+    mapper: str | Path | HybridAxialMapper,
+    *,
+    target: PreTrainedModel,
+    proxy: str | Path | PreTrainedModel | None = None,
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    threads: int | None = None,
+) -> ProxyScorer:
+    """The scorer that a mapper describes.
+
+    Args:
+        mapper: A Hub id, a folder, or a mapper, which is copied where it would have to change.
+        target: The model whose cache is to be pruned.
+        proxy: A folder, an id or a model in place of the one that the mapper's config names. A model may be
+            whole or cut to the layers that the mapper reads, and is taken to have the target's tokenizer.
+        revision: Of the mapper on the Hub.
+        device: Of a proxy that is loaded here; the target's by default. A proxy that is a model, or the target's own
+            layers, stays where it is. The mapper goes where the proxy is.
+        dtype: Of a proxy that is loaded here; the target's by default. The mapper computes in float32.
+        threads: CPU threads of the proxy's lane.
+
+    Raises:
+        InvalidInputError: ``mapper`` holds no mapper, or one in another form than safetensors; torch cannot
+            compute on ``device``.
+        GeometryError: The mapper was made for another target or proxy.
+        UnsupportedModelError: The proxy is to be the first layers of a model whose weights are not plain.
+
+    Other weights of the same geometry than those it was trained with, another quantization or dtype say, are
+    a `ProxyKVWarning`.
+    """
+    check_loaded(target)
+    device = device_of(target) if device is None else usable_device(device)
+    dtype = target.dtype if dtype is None else dtype
+    loaded = mapper if isinstance(mapper, HybridAxialMapper) else load_mapper(mapper, revision)
+    config = loaded.config
+    check_target(loaded, ModelGeometry.from_config(target.config))
+    tokenizer: PreTrainedTokenizerBase | None = None
+    layers = config.feature_recipe.proxy_layers
+    small: PreTrainedModel
+    if isinstance(proxy, PreTrainedModel):
+        small = cast(PreTrainedModel, proxy.base_model)
+        if small.config.get_text_config(decoder=True).num_hidden_layers != layers:
+            check_proxy(loaded, ModelGeometry.from_config(proxy.config))
+            small = first_layers(proxy, layers)
+    elif proxy is None and config.proxy_id == SELF_PROXY:
+        small = first_layers(target, layers)
+    else:
+        source, at = (str(config.proxy_id), config.proxy_revision) if proxy is None else (str(proxy), None)
+        check_proxy(loaded, ModelGeometry.from_config(AutoConfig.from_pretrained(source, revision=at or "main")))
+        small = load_first_layers(source, layers, revision=at, dtype=dtype, device=device)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=at or "main")
+    for what, model, expected in (("target", target, config.target_weights), ("proxy", small, config.proxy_weights)):
+        if are_other_weights(model, expected):
+            warnings.warn(
+                f"the mapper was trained with other weights of the {what} (another fine-tune or quantization of the "
+                f"same geometry, or the same weights in another dtype than {model.dtype}): it keeps a little less well",
+                ProxyKVWarning,
+                stacklevel=3,
+            )
+    place = device_of(small)
+    if loaded is mapper and (loaded.training or (loaded.device, loaded.dtype) != (place, torch.float32)):
+        loaded = copy.deepcopy(loaded)  # `to` and `eval` would change the caller's
+    nn.Module.to(loaded, device=place, dtype=torch.float32).eval()
+    return ProxyScorer(small, loaded, tokenizer=tokenizer, threads=threads)
+
+
+def load_mapper(source: str | Path, revision: str | None = None) -> HybridAxialMapper:
+    """A mapper from a folder or the Hub, from safetensors only.
+
+    Raises:
+        InvalidInputError: There is no mapper, none in safetensors, or one that is damaged: a file cut short, or
+            weights and a config that do not belong together.
+    """
+    try:
+        config = PreTrainedConfig.get_config_dict(source, revision=revision)[0]
+        if config and config.get("model_type") != HybridAxialMapper.config_class.model_type:
+            raise InvalidInputError(f"expected a mapper, but {source} holds a {config.get('model_type')}")
+        if not config:
+            raise OSError("there is no config.json")
+        loaded: Any = HybridAxialMapper.from_pretrained(
+            source,
+            revision=revision or "main",
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # told below, together with what transformers would only log
+            output_loading_info=True,
+        )
+        mapper: HybridAxialMapper = loaded[0]
+        loading: dict[str, Any] = loaded[1]
+        for part in ("proxy", "feature_recipe"):  # not read till they are needed
+            getattr(mapper.config, part)
+    except ProxyKVError:
+        raise
+    except OSError as error:
+        where = "" if Path(source).is_dir() else f" (there is no such folder in {Path.cwd()})"
+        raise InvalidInputError(
+            "expected a folder or Hub id that holds a mapper (config.json and model.safetensors), got "
+            f"{source}{where}: {str(error).splitlines()[0]}"
+        ) from error
+    except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"expected a mapper, but that in {source} is damaged ({error}): fetch it again"
+        ) from error
+    wrong = {
+        "missing": loading["missing_keys"],
+        "unknown": loading["unexpected_keys"],
+        "of another size": [name for name, *_ in loading["mismatched_keys"]],
+    }
+    if told := "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in wrong.items() if names):
+        raise InvalidInputError(
+            f"expected the weights that config.json asks for in {source}, but there are others ({told}): fetch both "
+            "files again"
+        )
+    return mapper
+
+
+def _cut(config: PreTrainedConfig, layers: int) -> Any:
+    """A copy of a decoder's config for its first ``layers`` layers."""
+    decoder = copy.deepcopy(config.get_text_config(decoder=True))
+    if layers > decoder.num_hidden_layers:
+        raise InvalidInputError(
+            f"the mapper reads {layers} layers of a proxy that has {decoder.num_hidden_layers}: another proxy?"
+        )
+    decoder.num_hidden_layers = layers
+    if getattr(decoder, "layer_types", None) is not None:
+        decoder.layer_types = decoder.layer_types[:layers]
+    return decoder
+
+
+def load_first_layers(
+    source: str, layers: int, *, revision: str | None, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The first layers of a model on disk or the Hub, without its language-model head; the rest is not read.
+
+    Raises:
+        InvalidInputError: The model has fewer layers, or its files lack some of their weights.
+    """
+    config = _cut(AutoConfig.from_pretrained(source, revision=revision or "main"), layers)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # that the other layers' weights are not used is what is wanted
+    try:
+        model, loading = AutoModel.from_pretrained(
+            source, revision=revision or "main", config=config, dtype=dtype, output_loading_info=True
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    if missing := loading["missing_keys"]:
+        raise InvalidInputError(
+            f"expected a proxy with all weights of its first {layers} layers, but {source} lacks "
+            f"{', '.join(sorted(missing))}: fetch it again"
+        )
+    return cast(PreTrainedModel, nn.Module.to(model, device).eval())
+
+
+def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """A decoder of the target's first layers: modules of its own, the target's parameters.
+
+    Raises:
+        UnsupportedModelError: They are not plain tensors on one device.
+    """
+    config = _cut(target.config, layers)
+    config._attn_implementation = config._attn_implementation.removeprefix(attention.PREFIX)  # a cache may be open
+    with init_empty_weights(include_buffers=False):  # buffers, of rotary embeddings say, are small and real
+        model = AutoModel.from_config(config)
+    wanted = set(model.state_dict())
+    shared = {
+        name: tensor
+        for name, tensor in target.base_model.named_parameters()
+        if name in wanted and tensor.is_floating_point()
+    }
+    trained = {name: tensor.requires_grad for name, tensor in shared.items()}
+    model.load_state_dict(shared, strict=False, assign=True)
+    for name, tensor in shared.items():  # which load_state_dict has made what the new module's were
+        tensor.requires_grad_(trained[name])
+    places = {parameter.device for parameter in model.parameters()}
+    if len(places) > 1 or torch.device("meta") in places:
+        raise UnsupportedModelError(
+            f"expected the first {layers} layers of {type(target).__name__}, which are to be the proxy, as plain "
+            "weights on one device: they are wrapped (merge an adapter such as LoRA first), quantized, offloaded, or "
+            "on several devices; a mapper whose proxy is another model has no such need"
+        )
+    for module in model.modules():  # `to` would move the target's own parameters as well
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(*places))
+    return cast(PreTrainedModel, model.eval())

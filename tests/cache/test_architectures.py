@@ -1,0 +1,132 @@
+"""Other families: they work like the reference, or are refused in plain words."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import transformers
+from reference import Reference, ReferenceRow, slow_selection
+from test_scorers import Watcher
+from tiny import random_ids
+
+from proxykv_hf import FixedScorer, ProxyPrunedCache, RandomScorer, RetentionPolicy, UnsupportedModelError
+from proxykv_hf._compat import call_forward
+
+TOKENS = 30
+COMMON = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+NO_KV_HEADS = {k: v for k, v in COMMON.items() if k != "num_key_value_heads"}
+SMALL_GPT2 = {"vocab_size": 260, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
+SMALL_MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+
+
+def make(name, common=COMMON, model=None, **kwargs):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**common | kwargs)
+    return getattr(transformers, model or f"{name}ForCausalLM")(config).eval()
+
+
+WORKING = {
+    "phi3": lambda: make("Phi3"),
+    "olmo2": lambda: make("Olmo2"),
+    "cohere": lambda: make("Cohere"),
+    "cohere2": lambda: make("Cohere2", sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+    "granite": lambda: make("Granite"),
+    "gpt-neox": lambda: make("GPTNeoX", NO_KV_HEADS),
+    "gpt2": lambda: make("GPT2", SMALL_GPT2, "GPT2LMHeadModel"),
+    "qwen3-moe": lambda: make("Qwen3Moe", **SMALL_MOE),
+    "falcon": lambda: make("Falcon", NO_KV_HEADS, num_kv_heads=2, new_decoder_architecture=True),
+    "falcon-mqa": lambda: make("Falcon", NO_KV_HEADS),
+}
+
+
+#: The second is Falcon's before 5.25, whose config does not say that its heads share one K and V.
+OWN_WAY = "computes attention in its own way|expected 4 KV heads as the config says, got 1"
+
+
+def computes_by_the_interface(model):
+    """Whether this transformers' file of the model calls `AttentionInterface`: Falcon's does since 5.25."""
+    return hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+@pytest.mark.parametrize("name", WORKING)
+def test_other_families_equal_the_reference(name, allocation):
+    model = WORKING[name]()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "embed" not in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    ids, new = random_ids(1, TOKENS), random_ids(1, 4, seed=1)
+    policy = RetentionPolicy(0.3, allocation=allocation, sink_tokens=0, recent_tokens=0)
+    if not computes_by_the_interface(model):
+        with (
+            ProxyPrunedCache(model, RandomScorer(), policy) as cache,
+            pytest.raises(UnsupportedModelError, match=OWN_WAY),
+        ):
+            cache.prefill(ids)
+        return
+    with ProxyPrunedCache(model, RandomScorer(), policy, strict=True) as cache:
+        full = list(cache.geometry.full_layers)
+        shape = (cache.geometry.num_layers, cache.geometry.num_key_value_heads, TOKENS)
+        scores = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+        cache.scorer = FixedScorer(scores[None])
+        cache.reset()
+        cache.prefill(ids)
+        ours = call_forward(model, input_ids=new, cache=cache).logits[0]
+    keep = torch.ones(shape, dtype=torch.bool)
+    keep[full] = slow_selection(scores[full], 0.3, allocation)
+    expected = Reference(model).logits(ReferenceRow(ids[0].tolist(), keep), new[0].tolist())
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "phi3"])
+def test_observers_are_shown_the_hidden_states_of_other_families(name):
+    model = WORKING[name]()
+    watcher = Watcher(torch.rand(1, 2, 2 if name == "phi3" else 4, TOKENS))
+    with ProxyPrunedCache(model, watcher, RetentionPolicy(0.5), strict=True) as cache:
+        cache.prefill(random_ids(1, TOKENS))
+    assert [tuple(seen.hidden.shape) for seen in watcher.shown] == [(1, TOKENS, 32)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("falcon-alibi", f"a mask for each head|{OWN_WAY}"),
+        ("bloom", OWN_WAY),
+        ("gpt-oss", "the model's attention uses 's_aux'"),
+        ("diffllama", "attends to other values than it cached"),
+        ("doge", "a mask for each head"),
+        ("openai-gpt", "stored nothing in its cache"),
+        ("qwen3-next", "got LinearAttentionLayer in layer 0"),
+    ],
+)
+def test_what_cannot_be_pruned_is_refused_in_plain_words(name, message):
+    model = {
+        "falcon-alibi": lambda: make("Falcon", NO_KV_HEADS, alibi=True),
+        "bloom": lambda: make("Bloom", {"vocab_size": 260, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        "gpt-oss": lambda: make("GptOss", num_local_experts=2, num_experts_per_tok=1, head_dim=8),
+        "diffllama": lambda: make("DiffLlama"),
+        "doge": lambda: make("Doge", keep_window_size=8),
+        "openai-gpt": lambda: make("OpenAIGPT", SMALL_GPT2 | {"afn": "gelu"}, "OpenAIGPTLMHeadModel"),
+        "qwen3-next": lambda: make("Qwen3Next"),
+    }[name]()
+
+    def prefill():
+        with ProxyPrunedCache(model, RandomScorer(), RetentionPolicy(0.3)) as cache:
+            cache.prefill(random_ids(1, TOKENS))
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        prefill()
+    assert model.config._attn_implementation in ("eager", "sdpa")
