@@ -15,7 +15,7 @@ from pathlib import Path
 import asked
 import pytest
 import torch
-from test_proxy import make_mapper
+from tiny_mappers import make_mapper
 from transformers import AutoTokenizer
 
 from proxykv_hf import cli

@@ -9,8 +9,9 @@ import pytest
 
 from proxykv_hf import InvalidInputError, cli
 from proxykv_hf.evaluation import statistics
+from proxykv_hf.evaluation.cells import WHOLE, Variant
 from proxykv_hf.evaluation.drawing import new_figure, spread
-from proxykv_hf.evaluation.outcomes import FULL, Point, Variant, read_outcomes
+from proxykv_hf.evaluation.outcomes import read_outcomes
 from proxykv_hf.evaluation.plots import _draw_scores
 from proxykv_hf.evaluation.summary import summarize
 from proxykv_hf.evaluation.table import markdown
@@ -102,38 +103,38 @@ def test_figures_of_a_small_file_by_hand(write):
     assert summary.judged == ["easy", "fair"]  # of hard the full cache answers one in four
     easy, fair = summary.tasks["easy"], summary.tasks["fair"]
     assert (easy.metric, easy.examples, easy.questions, easy.full.score.value) == ("exact_match", 2, 4, 1.0)
-    ours = easy.figures[Point(OURS, 0.2)]
+    ours = easy.figures[OURS.at(0.2)]
     assert (ours.score.value, ours.questions, ours.pairs, ours.kept) == (0.5, 4, 4, 0.2)
     assert ours.of_reference.value == pytest.approx(2 / 3)
     assert ours.of_full.value == 0.5
     assert ours.lead is ours.lead_nll is None
     assert ours.nll.value == pytest.approx(0.7)
     assert ours.nll_over_reference.value == pytest.approx(0.2)
-    other = easy.figures[Point(SNAP, 0.2)]
+    other = easy.figures[SNAP.at(0.2)]
     assert other.lead.value == 0.25
     assert other.lead_nll.value == pytest.approx(0.7 - 2.0)
     # Both contexts' questions: +2 of 2, and -1 of 2; drawn twice each the mean is that of one.
     assert (other.lead.low, other.lead.high) == (-0.5, 1.0)
 
-    unsure = fair.figures[Point(OURS, 0.2)]
+    unsure = fair.figures[OURS.at(0.2)]
     assert unsure.of_reference is None  # kvzip's own score is 0.25
     assert unsure.reference_score == 0.25
     assert unsure.nll_over_reference.value == pytest.approx(0.2)
 
-    mean = summary.overall[Point(OURS, 0.2)]
+    mean = summary.overall[OURS.at(0.2)]
     assert mean.score.value == pytest.approx((0.5 + 0.5) / 2)
     assert mean.of_reference.value == pytest.approx((0.5 + 0.5) / (0.75 + 0.25))
     assert mean.of_full.value == pytest.approx(1.0 / 1.75)
     assert (mean.questions, mean.pairs) == (8, 8)
-    assert summary.overall[Point(KVZIP, 0.2)].lead.value == pytest.approx(0.0)
-    assert summary.overall[FULL].score.value == pytest.approx(0.875)
+    assert summary.overall[KVZIP.at(0.2)].lead.value == pytest.approx(0.0)
+    assert summary.overall[WHOLE].score.value == pytest.approx(0.875)
 
 
 @pytest.mark.usefixtures("of_any_number")
 def test_intervals_over_tasks_are_those_of_a_plain_loop(write):
     from proxykv_hf.evaluation.statistics import draw
 
-    found = summarize(read_outcomes([write()]), samples=80, seed=3).overall[Point(OURS, 0.2)]
+    found = summarize(read_outcomes([write()]), samples=80, seed=3).overall[OURS.at(0.2)]
 
     def mean(task, method, resample):
         values = [
@@ -200,11 +201,11 @@ def test_unequal_sets_are_named_and_only_shared_questions_compared(write):
     outcomes = read_outcomes([write(header(), *filter(there, rows()))])
     summary = summarize(outcomes, samples=100)
     easy = summary.tasks["easy"].figures
-    assert easy[Point(KVZIP, 0.2)].questions == easy[Point(KVZIP, 0.2)].pairs == 2
-    assert easy[Point(KVZIP, 0.2)].lead.value == 0.0  # of the first context alone, that both answered
-    assert easy[Point(KVZIP, 0.2)].lead.low is None  # one context tells no interval
-    assert easy[Point(OURS, 0.2)].of_reference.value == 1.0
-    assert Point(SNAP, 0.2) not in summary.overall
+    assert easy[KVZIP.at(0.2)].questions == easy[KVZIP.at(0.2)].pairs == 2
+    assert easy[KVZIP.at(0.2)].lead.value == 0.0  # of the first context alone, that both answered
+    assert easy[KVZIP.at(0.2)].lead.low is None  # one context tells no interval
+    assert easy[OURS.at(0.2)].of_reference.value == 1.0
+    assert SNAP.at(0.2) not in summary.overall
     text = markdown(outcomes, summary)
     assert "- kvzip (global) at 0.2: 2 of 4 questions of easy" in text
     assert "- snapkv (uniform) at 0.2: 0 of 4 questions of fair" in text
@@ -217,8 +218,8 @@ def test_one_score_of_the_reference_decides_for_all_methods(write):
     some = (row for row in rows() if (row["method"], row["example"]) != ("snapkv", "00000"))
     outcomes = read_outcomes([write(header(), *some)])
     fair = summarize(outcomes, samples=20).tasks["fair"].figures
-    for point in (Point(SNAP, 0.2), Point(OURS, 0.2), Point(KVZIP, 0.2)):
-        assert (fair[point].of_reference, fair[point].reference_score) == (None, 0.25)
+    for cell in (SNAP.at(0.2), OURS.at(0.2), KVZIP.at(0.2)):
+        assert (fair[cell].of_reference, fair[cell].reference_score) == (None, 0.25)
     assert "kvzip 0.50" not in markdown(outcomes, summarize(outcomes, samples=20))
 
 
@@ -229,10 +230,10 @@ def test_means_of_the_questions_that_all_answered(write, tmp_path):
     path = write(header(), *some)
     outcomes = read_outcomes([path])
     summary = summarize(outcomes, samples=20)
-    assert set(summary.shared) == {FULL, Point(OURS, 0.2), Point(KVZIP, 0.2), Point(SNAP, 0.2)}
-    found = summary.shared[Point(OURS, 0.2)]
+    assert set(summary.shared) == {WHOLE, OURS.at(0.2), KVZIP.at(0.2), SNAP.at(0.2)}
+    found = summary.shared[OURS.at(0.2)]
     assert (found.score.value, found.questions, found.pairs) == (0.5, 4, 4)  # easy 0, fair 1
-    assert (summary.shared[Point(KVZIP, 0.2)].score.value, summary.shared[FULL].score.value) == (0.5, 1.0)
+    assert (summary.shared[KVZIP.at(0.2)].score.value, summary.shared[WHOLE].score.value) == (0.5, 1.0)
     text = markdown(outcomes, summary)
     assert "of the same questions: of 8, 4 were answered by snapkv (uniform); all by the others." in text
     table = text.split("Of the 4 questions in 2 tasks that all methods answered, at the ratios that all have:")[1]
@@ -250,7 +251,7 @@ def test_means_of_the_same_questions_leave_out_a_task_that_a_method_lacks(write)
     )
     summary = summarize(outcomes, samples=20)
     assert summary.shared_tasks == ["easy"]
-    assert summary.shared[Point(SNAP, 0.2)].score.value == 0.25
+    assert summary.shared[SNAP.at(0.2)].score.value == 0.25
     whole = summarize(read_outcomes([write()]), samples=20)
     assert (whole.shared, whole.shared_tasks) == ({}, [])
     assert "same questions" not in markdown(read_outcomes([write()]), whole)
@@ -279,7 +280,7 @@ def test_one_context_and_no_likelihood(write):
     scores = {key: values[:2] for key, values in SCORES.items() if key[0] == "easy"}
     outcomes = read_outcomes([write(header(), *rows(scores, nll=lambda *_: None))])
     summary = summarize(outcomes, samples=20)
-    ours = summary.overall[Point(OURS, 0.2)]
+    ours = summary.overall[OURS.at(0.2)]
     assert (ours.score.value, ours.score.low, ours.nll, ours.nll_over_reference) == (1.0, None, None, None)
     text = markdown(outcomes, summary)
     assert "2 questions of 1 context, exact_match. Fewer than 8 contexts tell no interval." in text
@@ -314,7 +315,7 @@ def test_two_allocations_of_a_method(write):
     outcomes = read_outcomes([write(header(), *rows(), *also)])
     summary = summarize(outcomes, samples=10)
     assert (summary.ours, summary.reference) == (OURS, KVZIP)
-    assert summary.tasks["easy"].figures[Point(Variant("proxykv", "uniform"), 0.2)].lead.value == -0.5
+    assert summary.tasks["easy"].figures[Variant("proxykv", "uniform").at(0.2)].lead.value == -0.5
     assert summarize(outcomes, "kvzip:uniform", "proxykv:uniform", 10).ours == Variant("proxykv", "uniform")
 
 
@@ -346,8 +347,8 @@ def test_of_some_tasks_alone(write, capsys):
     both = summarize(read_outcomes([write()]), samples=50)
     assert alone.judged == ["fair"]
     assert alone.tasks["fair"] == both.tasks["fair"]
-    assert {point: found.score for point, found in alone.overall.items()} == {
-        point: found.score for point, found in both.tasks["fair"].figures.items()
+    assert {cell: found.score for cell, found in alone.overall.items()} == {
+        cell: found.score for cell, found in both.tasks["fair"].figures.items()
     }
     assert cli.main(["report", str(write()), "--tasks", "fair", "other"]) == 2
     assert "unknown tasks other: expected some of easy, fair, hard" in capsys.readouterr().err

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_proxy import make_mapper
 from tiny import random_scores, tiny_model, tiny_tokenizer
+from tiny_mappers import make_mapper
 
 from proxykv_hf import (
     FixedScorer,

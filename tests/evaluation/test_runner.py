@@ -10,9 +10,10 @@ from tiny import tiny_model, tiny_tokenizer
 from proxykv_hf import InvalidInputError, InvalidPolicyError, KVzipScorer, ProxyPrunedCache, RandomScorer, SnapKVScorer
 from proxykv_hf._compat import cache_keyword, call_forward
 from proxykv_hf.chat import chat_affixes, encode
+from proxykv_hf.evaluation.cells import Cell
 from proxykv_hf.evaluation.methods import FULL, METHODS, Method, Sources, check_methods, make_methods
 from proxykv_hf.evaluation.rows import key_of
-from proxykv_hf.evaluation.runner import Case, Cell, Runner, make_cells
+from proxykv_hf.evaluation.runner import Case, Runner, make_cells
 
 TOKENIZER = tiny_tokenizer()
 RATIOS = [0.2, 0.5]

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 
 import pytest
-from test_corpus import constants
+from module_text import string_constants
 from texts import write_texts
 
 from proxykv_hf import InvalidInputError
@@ -340,7 +340,7 @@ def runs(text: str, count: int) -> set[tuple[str, ...]]:
 
 def test_the_tasks_share_no_wording_with_the_generated_training_material():
     def wordings(modules):
-        return {run for module in modules for text in constants(module) for run in runs(text, 3)}
+        return {run for module in modules for text in string_constants(module) for run in runs(text, 3)}
 
     ours, theirs = wordings(MODULES), wordings((generated, corpus))
     assert ("the", "special", "magic") in ours
@@ -352,7 +352,7 @@ def test_the_tasks_share_no_listed_word_with_the_generated_training_material():
     lists = (words.ADJECTIVES, words.NOUNS, words.FIRST_NAMES, words.LAST_NAMES, words.TOWN_STARTS, words.TOWN_ENDS)
     ours = {word.lower() for listed in lists for word in listed}
     ours |= {word for article in few_shot.ARTICLES for word in article.split()}
-    theirs = {word for text in constants(generated) for word in re.findall(r"[a-z]+", text.lower())}
+    theirs = {word for text in string_constants(generated) for word in re.findall(r"[a-z]+", text.lower())}
     assert "ick" in theirs
     assert not ours & theirs
 

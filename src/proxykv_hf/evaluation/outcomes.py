@@ -10,38 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
+from .cells import WHOLE, Cell, Variant
 from .rows import FORMAT, SAME, are_runs
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A method with its allocation.
-
-    Args:
-        method: As in the file.
-        allocation: ``global`` or ``uniform``; None for the full cache.
-    """
-
-    method: str
-    allocation: str | None
-
-    def __str__(self) -> str:
-        return self.method if self.allocation is None else f"{self.method} ({self.allocation})"
-
-
-@dataclass(frozen=True)
-class Point:
-    """A variant at a ratio: what one line of a file was measured at, and one curve's point."""
-
-    variant: Variant
-    ratio: float
-
-    def __str__(self) -> str:
-        return f"{self.variant} at {self.ratio:g}"
-
-
-#: The full cache, which is in every file.
-FULL = Point(Variant("full", None), 1.0)
 
 
 @dataclass(frozen=True)
@@ -61,8 +31,8 @@ class Outcome:
 
 #: ``(example, question)``, the unit that methods share.
 Asked = tuple[str, int]
-#: One task's, by question and point.
-Rows = dict[Asked, dict[Point, Outcome]]
+#: One task's, by question and cell.
+Rows = dict[Asked, dict[Cell, Outcome]]
 
 
 @dataclass
@@ -83,7 +53,7 @@ class Outcomes:
 
     def variants(self) -> list[Variant]:
         """All in the files, the first seen first."""
-        return list(dict.fromkeys(p.variant for asked in self.rows.values() for row in asked.values() for p in row))
+        return list(dict.fromkeys(cell.variant for rows in self.rows.values() for row in rows.values() for cell in row))
 
     def of_tasks(self, names: Sequence[str]) -> Outcomes:
         """These tasks' alone.
@@ -108,11 +78,11 @@ class Outcomes:
                 message lists those there are.
         """
         method, _, allocation = name.partition(":")
-        pruned = [v for v in self.variants() if v != FULL.variant]
+        pruned = [v for v in self.variants() if v.method != WHOLE.method]
         there = [v for v in pruned if v.method == method and allocation in ("", v.allocation)]
         if not there:
             known = ", ".join(sorted(f"{v.method}:{v.allocation}" for v in pruned)) or "none"
-            hint = "; recovery of the full cache is in every report" if method == FULL.variant.method else ""
+            hint = "; recovery of the full cache is in every report" if method == WHOLE.method else ""
             raise InvalidInputError(
                 f"expected a method that prunes, of {', '.join(self.files)}, got {name!r}: there {known}{hint}"
             )
@@ -134,7 +104,7 @@ def read_outcomes(paths: Sequence[Path]) -> Outcomes:
     if not outcomes.rows:
         raise InvalidInputError(f"expected rows after the header, got none in {', '.join(outcomes.files)}")
     for task, asked in outcomes.rows.items():
-        if not any(FULL in row for row in asked.values()):
+        if not any(WHOLE in row for row in asked.values()):
             raise InvalidInputError(
                 f"task {task}: expected rows of the method 'full', which all are compared with, got none"
             )
@@ -221,21 +191,21 @@ def _add_row(row: dict[str, Any], where: str, outcomes: Outcomes) -> None:
         take("question", "a number from 0", lambda v: type(v) is int and v >= 0),
     )
     method = take("method", "a name", _is_name)
-    if method == FULL.variant.method:
-        point = FULL
+    if method == WHOLE.method:
+        cell = WHOLE
     else:
         ratio = take("ratio", "a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1)
-        point = Point(Variant(method, take("allocation", "a name", _is_name)), float(ratio))
+        cell = Cell(method, take("allocation", "a name", _is_name), float(ratio))
     full = take("bytes_full", "a number above 0", lambda v: _is_number(v) and v > 0)
     outcome = Outcome(
         score=float(take("score", "a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1)),
         nll=math.nan if row.get("nll", 0) is None else float(take("nll", "a number or null", _is_number)),
         kept=take("bytes", "a number from 0", lambda v: _is_number(v) and v >= 0) / full,
     )
-    known = outcomes.rows.setdefault(task, {}).setdefault(asked, {}).setdefault(point, outcome)
+    known = outcomes.rows.setdefault(task, {}).setdefault(asked, {}).setdefault(cell, outcome)
     if known.score != outcome.score:
         raise InvalidInputError(
-            f"{where}: task {task}, example {asked[0]}, question {asked[1]}, {point} is there twice, with scores "
+            f"{where}: task {task}, example {asked[0]}, question {asked[1]}, {cell} is there twice, with scores "
             f"{known.score:g} and {outcome.score:g}: keep one"
         )
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .cells import WHOLE, Variant
 from .drawing import GREY, OTHERS, OURS, REFERENCE, STYLE, new_figure, save, spread
-from .outcomes import FULL, Point, Variant
 from .statistics import LEAST_CONTEXTS
 from .summary import Figures, Summary
 
@@ -22,7 +22,7 @@ def plot_scores(summary: Summary, path: Path, title: str) -> bool:
 
     Returns: Whether there is anything to draw: means over tasks, of anything that prunes.
     """
-    if not summary.overall or not summary.points():
+    if not summary.overall or not summary.cells():
         return False
     import matplotlib as mpl
 
@@ -44,23 +44,20 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
     variants = [variant for variant in summary.variants() if variant.allocation == allocation or variant in both]
     ends: list[tuple[float, float, str, str]] = []  # a curve's last ratio and score, its label and colour
     for variant in variants:
-        points = [Point(variant, ratio) for ratio in summary.ratios() if Point(variant, ratio) in summary.overall]
-        if not points:
+        ratios = [ratio for ratio in summary.ratios() if variant.at(ratio) in summary.overall]
+        if not ratios:
             continue
-        ratios, found = [point.ratio for point in points], [summary.overall[point].score for point in points]
+        found = [summary.overall[variant.at(ratio)].score for ratio in ratios]
         colour, first = _colour(variant, summary), variant in both
         values = [estimate.value for estimate in found]
-        axes.plot(
-            ratios, values, color=colour, linewidth=2.2 if first else 1.3, marker="o", markersize=4 if first else 3
-        )
-        low, high = (
-            [getattr(e, end) if getattr(e, end) is not None else e.value for e in found] for end in ("low", "high")
-        )
-        axes.fill_between(ratios, low, high, color=colour, alpha=0.16 if first else 0.08, linewidth=0)
-        ends.append(
-            (ratios[-1], values[-1], variant.method if variant.allocation == allocation else str(variant), colour)
-        )
-    shares, full = summary.ratios(), summary.overall[FULL].score.value
+        width, size, alpha = (2.2, 4, 0.16) if first else (1.3, 3, 0.08)
+        axes.plot(ratios, values, color=colour, linewidth=width, marker="o", markersize=size)
+        low = [estimate.value if estimate.low is None else estimate.low for estimate in found]
+        high = [estimate.value if estimate.high is None else estimate.high for estimate in found]
+        axes.fill_between(ratios, low, high, color=colour, alpha=alpha, linewidth=0)
+        name = variant.method if variant.allocation == allocation else str(variant)
+        ends.append((ratios[-1], values[-1], name, colour))
+    shares, full = summary.ratios(), summary.overall[WHOLE].score.value
     axes.axhline(full, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(shares[0], full + 0.012, f"full cache {full:.2f}", color=GREY, va="bottom")
     axes.set_xscale("log")
@@ -104,7 +101,7 @@ def plot_recovery(summary: Summary, path: Path, title: str) -> bool:
         return False
     ratios, tasks = summary.ratios(), summary.judged
     rows = [("all tasks", summary.overall), *((name, summary.tasks[name].figures) for name in tasks)]
-    drawn = [figures.get(Point(ours, ratio)) for _, figures in rows for ratio in ratios]
+    drawn = [figures.get(ours.at(ratio)) for _, figures in rows for ratio in ratios]
     highest = [found.of_reference.high or found.of_reference.value for found in drawn if found and found.of_reference]
     if not highest:
         return False
@@ -117,8 +114,8 @@ def plot_recovery(summary: Summary, path: Path, title: str) -> bool:
         for axes, ratio in zip(panels, ratios, strict=True):
             axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
             for place, (_, figures) in enumerate(rows):
-                beside = [figures.get(Point(variant, ratio)) for variant in others]
-                _draw_recovery(axes, place, figures.get(Point(ours, ratio)), beside, reference.method)
+                beside = [figures.get(variant.at(ratio)) for variant in others]
+                _draw_recovery(axes, place, figures.get(ours.at(ratio)), beside, reference.method)
             axes.set_title(f"{ratio:g} kept", loc="left")
             axes.tick_params(axis="y", length=0)
             axes.spines["left"].set_visible(False)

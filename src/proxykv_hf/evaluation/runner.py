@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import get_args
 
 import torch
@@ -18,7 +18,9 @@ from ..errors import InvalidInputError
 from ..geometry import ModelGeometry, device_of, max_positions
 from ..scorers.random import RandomScorer
 from .answers import Answer, ask, batches
-from .methods import FULL, Allocation, Method
+from .cells import WHOLE as WHOLE
+from .cells import Cell as Cell
+from .methods import Allocation, Method
 from .prompts import Sitting, sittings
 from .rows import Key, Row, key_of
 from .task import Example, Question
@@ -27,29 +29,6 @@ from .task import Example, Question
 ALLOCATIONS = ("native", "global", "uniform", "native+global")
 
 Metric = Callable[[str, Question], float]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A way to keep the cache.
-
-    Args:
-        method: A name of `methods.METHODS`, or the full cache's.
-        allocation: None for the full cache.
-        ratio: Share of the context's KV pairs that is kept.
-    """
-
-    method: str
-    allocation: Allocation | None
-    ratio: float
-
-    @property
-    def policy(self) -> RetentionPolicy:
-        """Nothing is protected, so that the budget is the method's alone."""
-        return RetentionPolicy(self.ratio, allocation=self.allocation or "global", sink_tokens=0, recent_tokens=0)
-
-
-WHOLE = Cell(FULL, None, 1.0)
 
 
 def make_cells(
@@ -183,7 +162,7 @@ class Runner:
         return sorted(found, key=lambda row: order[key_of(row)])
 
     def _key(self, case: Case, question: int, cell: Cell) -> Key:
-        return case.example.task, case.example.name, question, cell.method, cell.allocation, cell.ratio
+        return case.example.task, case.example.name, question, *astuple(cell)
 
     def _sit(
         self,
@@ -238,7 +217,7 @@ class Runner:
         text = str(self.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
         if answer.nll is not None and not math.isfinite(answer.nll):
             raise InvalidInputError(
-                f"task {case.example.task}, example {case.example.name}, {cell.method} at {cell.ratio:g}: expected "
+                f"task {case.example.task}, example {case.example.name}, {cell}: expected "
                 f"logits that are numbers, got a likelihood of {answer.nll}: in {self.target.dtype} the target "
                 "overflows; try another --dtype"
             )
@@ -246,9 +225,7 @@ class Runner:
             "task": case.example.task,
             "example": case.example.name,
             "question": question,
-            "method": cell.method,
-            "allocation": cell.allocation,
-            "ratio": cell.ratio,
+            **asdict(cell),
             "bytes": kept,
             "bytes_full": full,
             "answer": text,

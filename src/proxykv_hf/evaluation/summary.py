@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInputError
-from .outcomes import FULL, Outcome, Outcomes, Point, Rows, Variant
+from .cells import WHOLE, Cell, Variant
+from .outcomes import Outcome, Outcomes, Rows
 from .statistics import Estimate, Floats, Resampler, Sampled
 
 #: A task of which the full cache answers less is beyond the model: what is lost there cannot be seen.
@@ -68,18 +69,18 @@ class TaskSummary:
         metric: What scores its answers.
         examples: Contexts.
         questions: Asked of them, by any method.
-        figures: By point, the full cache's among them.
+        figures: By cell, the full cache's among them.
     """
 
     metric: str
     examples: int
     questions: int
-    figures: dict[Point, Figures]
+    figures: dict[Cell, Figures]
 
     @property
     def full(self) -> Figures:
         """The full cache's."""
-        return self.figures[FULL]
+        return self.figures[WHOLE]
 
     @property
     def within_reach(self) -> bool:
@@ -95,7 +96,7 @@ class Summary:
         ours: What the others are compared with; None likewise.
         samples: Resamples of every interval.
         tasks: By name.
-        overall: Means over the tasks within the model's reach, each task the same weight; only points that all of
+        overall: Means over the tasks within the model's reach, each task the same weight; only cells that all of
             them have.
         shared_tasks: Those of them with questions that all variants answered at the ratios that all have.
         shared: The means over these questions alone; empty if they are all questions, or none.
@@ -105,50 +106,47 @@ class Summary:
     ours: Variant | None
     samples: int
     tasks: dict[str, TaskSummary]
-    overall: dict[Point, Figures]
+    overall: dict[Cell, Figures]
     shared_tasks: list[str]
-    shared: dict[Point, Figures]
+    shared: dict[Cell, Figures]
 
     @property
     def judged(self) -> list[str]:
         """The tasks that the means are taken over."""
         return [name for name, task in self.tasks.items() if task.within_reach]
 
-    def points(self) -> list[Point]:
+    def cells(self) -> list[Cell]:
         """Of every task, the full cache's left out."""
-        all_points = (point for task in self.tasks.values() for point in task.figures)
-        return list(dict.fromkeys(point for point in all_points if point != FULL))
+        all_cells = (cell for task in self.tasks.values() for cell in task.figures)
+        return list(dict.fromkeys(cell for cell in all_cells if cell != WHOLE))
 
     def ratios(self) -> list[float]:
         """Of what prunes, the largest first."""
-        return sorted({point.ratio for point in self.points()}, reverse=True)
+        return sorted({cell.ratio for cell in self.cells()}, reverse=True)
 
     def variants(self) -> list[Variant]:
         """What prunes, the best first: by mean score over the ratios that all have, else over those that each has.
 
         The scores are all tasks' where there is no mean over them; what has none comes last.
         """
-        scores: dict[Point, list[float]] = {}
+        scores: dict[Cell, list[float]] = {}
         for figures in [self.overall] if self.overall else [task.figures for task in self.tasks.values()]:
-            for point, found in figures.items():
-                scores.setdefault(point, []).append(found.score.value)
+            for cell, found in figures.items():
+                scores.setdefault(cell, []).append(found.score.value)
         common = common_ratios(scores) or set(self.ratios())
 
         def mean(variant: Variant) -> float:
-            points = (point for point in scores if point.variant == variant and point.ratio in common)
-            own = [score for point in points for score in scores[point]]
+            cells = (cell for cell in scores if cell.variant == variant and cell.ratio in common)
+            own = [score for cell in cells for score in scores[cell]]
             return float(np.mean(own)) if own else -1.0
 
-        return sorted(dict.fromkeys(point.variant for point in self.points()), key=mean, reverse=True)
+        return sorted(dict.fromkeys(cell.variant for cell in self.cells()), key=mean, reverse=True)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
 
-        def entries(figures: Mapping[Point, Figures]) -> list[dict[str, Any]]:
-            return [
-                dataclasses.asdict(point.variant) | {"ratio": point.ratio} | dataclasses.asdict(found)
-                for point, found in figures.items()
-            ]
+        def entries(figures: Mapping[Cell, Figures]) -> list[dict[str, Any]]:
+            return [dataclasses.asdict(cell) | dataclasses.asdict(found) for cell, found in figures.items()]
 
         return {
             "reference": None if self.reference is None else dataclasses.asdict(self.reference),
@@ -218,34 +216,34 @@ def _named(outcomes: Outcomes, option: str, name: str | None, default: str) -> V
         raise InvalidInputError(f"--{option}: {error}") from error
 
 
-def common_ratios(points: Iterable[Point]) -> set[float]:
+def common_ratios(cells: Iterable[Cell]) -> set[float]:
     """The ratios that all of what prunes is there at."""
     ratios: dict[Variant, set[float]] = {}
-    for point in points:
-        if point != FULL:
-            ratios.setdefault(point.variant, set()).add(point.ratio)
+    for cell in cells:
+        if cell != WHOLE:
+            ratios.setdefault(cell.variant, set()).add(cell.ratio)
     return set.intersection(*ratios.values()) if ratios else set()
 
 
 def _answered_by_all(tasks: Mapping[str, Rows]) -> dict[str, Rows]:
     """The questions that all variants answered at the ratios that all have, with these answers; none if all did all."""
-    points = {point for rows in tasks.values() for row in rows.values() for point in row}
-    ratios = common_ratios(points)
-    wanted = {point for point in points if point == FULL or point.ratio in ratios}
+    cells = {cell for rows in tasks.values() for row in rows.values() for cell in row}
+    ratios = common_ratios(cells)
+    wanted = {cell for cell in cells if cell == WHOLE or cell.ratio in ratios}
     shared: dict[str, Rows] = {}
     for name, rows in tasks.items():
         for asked, row in rows.items():
             if ratios and wanted <= row.keys():
-                shared.setdefault(name, {})[asked] = {point: row[point] for point in row if point in wanted}
+                shared.setdefault(name, {})[asked] = {cell: row[cell] for cell in row if cell in wanted}
     everything = sum(map(len, shared.values())) == sum(map(len, tasks.values()))
     return {} if everything else shared
 
 
 class _Table:
-    """One task's outcomes as columns: a point's values, NaN where it has no answer.
+    """One task's outcomes as columns: a cell's values, NaN where it has no answer.
 
     Args:
-        rows: Outcomes by question and point.
+        rows: Outcomes by question and cell.
         resampler: Of the questions' examples, in the same order.
         reference: What recovery is relative to, if anything.
         ours: What the others are compared with, likewise.
@@ -255,34 +253,34 @@ class _Table:
         self.resampler, self._reference, self._ours = resampler, reference, ours
         nothing = Outcome(math.nan, math.nan, math.nan)
         self._columns = {
-            point: {
-                name: np.array([getattr(row.get(point, nothing), name) for row in rows.values()])  # [U]
+            cell: {
+                name: np.array([getattr(row.get(cell, nothing), name) for row in rows.values()])  # [U]
                 for name in ("score", "nll", "kept")
             }
-            for point in dict.fromkeys(point for row in rows.values() for point in row)
+            for cell in dict.fromkeys(cell for row in rows.values() for cell in row)
         }
-        self.parts = {point: self._parts(point) for point in self._columns}
-        self.counts = {point: self._counts(point) for point in self._columns}
+        self.parts = {cell: self._parts(cell) for cell in self._columns}
+        self.counts = {cell: self._counts(cell) for cell in self._columns}
 
-    def figures(self) -> dict[Point, Figures]:
-        """All points'."""
-        return {point: _figures(parts, *self.counts[point]) for point, parts in self.parts.items()}
+    def figures(self) -> dict[Cell, Figures]:
+        """All cells'."""
+        return {cell: _figures(parts, *self.counts[cell]) for cell, parts in self.parts.items()}
 
     def _column(self, variant: Variant | None, ratio: float) -> dict[str, Floats] | None:
-        return None if variant is None else self._columns.get(Point(variant, ratio))
+        return None if variant is None else self._columns.get(variant.at(ratio))
 
-    def _parts(self, point: Point) -> Parts:
-        """The means that a point's figures are made of; those left out that have nothing to be taken from."""
-        own = self._columns[point]
+    def _parts(self, cell: Cell) -> Parts:
+        """The means that a cell's figures are made of; those left out that have nothing to be taken from."""
+        own = self._columns[cell]
         parts = {name: self.resampler.mean(own[name]) for name in ("score", "nll", "kept")}
-        parts |= self._both("full", own["score"], self._columns[FULL]["score"])
-        beside = self._column(self._reference, point.ratio)
+        parts |= self._both("full", own["score"], self._columns[WHOLE]["score"])
+        beside = self._column(self._reference, cell.ratio)
         if beside is not None:
             parts |= self._both("reference", own["score"], beside["score"])
             parts["whole_reference"] = self.resampler.mean(beside["score"])
             parts["nll_over_reference"] = self.resampler.mean(own["nll"] - beside["nll"])
-        first = self._column(self._ours, point.ratio)
-        if first is not None and point.variant != self._ours:
+        first = self._column(self._ours, cell.ratio)
+        if first is not None and cell.variant != self._ours:
             parts["lead"] = self.resampler.mean(first["score"] - own["score"])
             parts["lead_nll"] = self.resampler.mean(first["nll"] - own["nll"])
         return {name: part for name, part in parts.items() if part is not None}
@@ -295,26 +293,26 @@ class _Table:
             name: self.resampler.mean(both),
         }
 
-    def _counts(self, point: Point) -> tuple[int, int]:
-        """Questions that a point answered, and that ours answered too."""
-        answered = ~np.isnan(self._columns[point]["score"])
-        first = self._column(self._ours, point.ratio)
+    def _counts(self, cell: Cell) -> tuple[int, int]:
+        """Questions that a cell answered, and that ours answered too."""
+        answered = ~np.isnan(self._columns[cell]["score"])
+        first = self._column(self._ours, cell.ratio)
         both = 0 if first is None else np.count_nonzero(answered & ~np.isnan(first["score"]))
         return int(np.count_nonzero(answered)), int(both)
 
 
-def _over_tasks(tables: Sequence[_Table]) -> dict[Point, Figures]:
-    """Means over tasks, each the same weight, of the points and parts that all of them have."""
+def _over_tasks(tables: Sequence[_Table]) -> dict[Cell, Figures]:
+    """Means over tasks, each the same weight, of the cells and parts that all of them have."""
     found = {}
-    for point in tables[0].parts if tables else ():
-        if all(point in table.parts for table in tables):
-            each = [table.parts[point] for table in tables]
+    for cell in tables[0].parts if tables else ():
+        if all(cell in table.parts for table in tables):
+            each = [table.parts[cell] for table in tables]
             names = [name for name in each[0] if all(name in parts for parts in each)]
             means = {
                 name: functools.reduce(operator.add, (parts[name] for parts in each)) / len(each) for name in names
             }
-            questions, pairs = map(sum, zip(*(table.counts[point] for table in tables), strict=True))
-            found[point] = _figures(means, questions, pairs)
+            questions, pairs = map(sum, zip(*(table.counts[cell] for table in tables), strict=True))
+            found[cell] = _figures(means, questions, pairs)
     return found
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .outcomes import FULL, Outcomes, Point, Variant
+from .cells import WHOLE, Cell, Variant
+from .outcomes import Outcomes
 from .statistics import LEAST_CONTEXTS, Estimate
 from .summary import (
     DEFAULT_OURS,
@@ -21,7 +22,7 @@ from .summary import (
     common_ratios,
 )
 
-#: What a cell shows of a point's figures.
+#: The text of a table's entry, made of a cell's figures.
 Show = Callable[[Figures], str]
 
 
@@ -74,7 +75,7 @@ def _overall(summary: Summary) -> list[str]:
     parts = [
         "## Score",
         f"Mean over {_count(len(summary.judged), 'task')}, each the same weight, and its 95 % interval.",
-        _table(summary, figures, _score, full=figures[FULL], last=("KV bytes, of full", _kept(summary))),
+        _table(summary, figures, _score, full=figures[WHOLE], last=("KV bytes, of full", _kept(summary))),
         "The ratio is that of the context's KV pairs; bytes hold the chat template's beside, which are all kept.",
         *_answered(summary),
     ]
@@ -105,8 +106,8 @@ def _answered(summary: Summary) -> list[str]:
     """Under the table of means: whose are of fewer questions, and the means of those that all answered."""
     total = sum(summary.tasks[name].questions for name in summary.judged)
     fewer: dict[str, list[str]] = {}
-    for variant in (FULL.variant, *summary.variants()):
-        numbers = [found.questions for point, found in summary.overall.items() if point.variant == variant]
+    for variant in (WHOLE.variant, *summary.variants()):
+        numbers = [found.questions for cell, found in summary.overall.items() if cell.variant == variant]
         if numbers and min(numbers) < total:
             fewer.setdefault(_range(numbers), []).append(str(variant))
     parts = []
@@ -114,11 +115,11 @@ def _answered(summary: Summary) -> list[str]:
         who = "; ".join(f"{numbers} were answered by {', '.join(names)}" for numbers, names in fewer.items())
         parts.append(f"Not all rows are of the same questions: of {total}, {who}; all by the others.")
     if summary.shared:
-        shared = summary.shared[FULL].questions
+        shared = summary.shared[WHOLE].questions
         parts += [
             f"Of the {_count(shared, 'question')} in {_count(len(summary.shared_tasks), 'task')} that all methods "
             "answered, at the ratios that all have:",
-            _table(summary, summary.shared, _score, full=summary.shared[FULL], common=True),
+            _table(summary, summary.shared, _score, full=summary.shared[WHOLE], common=True),
         ]
     return parts
 
@@ -136,10 +137,9 @@ def _recovery_by_task(summary: Summary, reference: Variant, ours: Variant) -> li
     ratios = summary.ratios()
     rows = []
     for name, task in summary.tasks.items():
-        cells = [_cell(task.figures, Point(ours, ratio), _recovery(reference)) for ratio in ratios]
-        rows.append(
-            [name + ("" if task.within_reach else " (beyond the model)"), f"{task.full.score.value:.2f}", *cells]
-        )
+        entries = [_entry(task.figures, ours.at(ratio), _recovery(reference)) for ratio in ratios]
+        title = name if task.within_reach else f"{name} (beyond the model)"
+        rows.append([title, f"{task.full.score.value:.2f}", *entries])
     return [
         f"What {ours} recovers of {reference}. {_where_not_meaningful(reference)}",
         _grid(["task", "full", *map(_ratio, ratios)], rows),
@@ -156,17 +156,17 @@ def _about(task: TaskSummary) -> str:
 
 
 def _unequal(outcomes: Outcomes, summary: Summary) -> list[str]:
-    """Names every point that has not answered what others of its task have."""
-    alike: dict[str, list[Point]] = {}
-    for point in (FULL, *summary.points()):
+    """Names every cell that has not answered what others of its task have."""
+    alike: dict[str, list[Cell]] = {}
+    for cell in (WHOLE, *summary.cells()):
         lacks = []
         for name, task in summary.tasks.items():
-            found = task.figures.get(point)
+            found = task.figures.get(cell)
             if found is None or found.questions < task.questions:
                 lacks.append(f"{0 if found is None else found.questions} of {task.questions} questions of {name}")
         if lacks:
-            alike.setdefault(", ".join(lacks), []).append(point)
-    lines = [f"- {_points(points)}: {lacks}" for lacks, points in alike.items()]
+            alike.setdefault(", ".join(lacks), []).append(cell)
+    lines = [f"- {_cells(cells)}: {lacks}" for lacks, cells in alike.items()]
     answers = [found for asked in outcomes.rows.values() for row in asked.values() for found in row.values()]
     without = sum(math.isnan(found.nll) for found in answers)
     if without:
@@ -180,11 +180,11 @@ def _unequal(outcomes: Outcomes, summary: Summary) -> list[str]:
     return ["## Unequal sets", text, "\n".join(lines)]
 
 
-def _points(points: Sequence[Point]) -> str:
+def _cells(cells: Sequence[Cell]) -> str:
     """``snapkv (uniform) at 0.1, 0.2; random (uniform) at 0.1``."""
     ratios: dict[Variant, list[str]] = {}
-    for point in points:
-        ratios.setdefault(point.variant, []).append(f"{point.ratio:g}")
+    for cell in cells:
+        ratios.setdefault(cell.variant, []).append(f"{cell.ratio:g}")
     return "; ".join(f"{variant} at {', '.join(own)}" for variant, own in ratios.items())
 
 
@@ -232,7 +232,7 @@ def _where_not_meaningful(reference: Variant) -> str:
 
 def _kept(summary: Summary) -> Callable[[float], str]:
     def show(ratio: float) -> str:
-        kept = [found.kept for point, found in summary.overall.items() if point.ratio == ratio]
+        kept = [found.kept for cell, found in summary.overall.items() if cell.ratio == ratio]
         ends = dict.fromkeys(f"{end:.2f}" for end in (min(kept), max(kept))) if kept else {}
         return "–".join(ends)
 
@@ -241,7 +241,7 @@ def _kept(summary: Summary) -> Callable[[float], str]:
 
 def _table(
     summary: Summary,
-    figures: dict[Point, Figures],
+    figures: dict[Cell, Figures],
     show: Show,
     *,
     full: Figures | None = None,
@@ -254,8 +254,8 @@ def _table(
 
     Args:
         summary: Says which and in what order.
-        figures: Of what the cells show.
-        show: A cell's text.
+        figures: Of what the entries show.
+        show: An entry's text.
         full: The full cache's, for a row and a column of its own.
         without: A variant that has no row.
         pairs: A last column with the number of questions that both answered.
@@ -265,29 +265,29 @@ def _table(
     ratios = [ratio for ratio in summary.ratios() if not common or ratio in common_ratios(figures)]
     whole = [] if full is None else ["all"]
     heading = ["method", "allocation", *whole, *map(_ratio, ratios), *(["questions paired"] if pairs else [])]
-    rows = [] if full is None else [[FULL.variant.method, "", show(full), *[""] * len(ratios)]]
+    rows = [] if full is None else [[WHOLE.method, "", show(full), *[""] * len(ratios)]]
     for variant in summary.variants():
         if variant == without:
             continue
         name = f"**{variant.method}**" if variant == summary.ours else variant.method
-        points = [Point(variant, ratio) for ratio in ratios]
-        cells = [_cell(figures, point, show) for point in points]
+        cells = [variant.at(ratio) for ratio in ratios]
+        entries = [_entry(figures, cell, show) for cell in cells]
         if pairs:
-            numbers = [figures[point].pairs for point in points if point in figures]
-            cells.append(_range(numbers) if numbers else "")
-        rows.append([name, variant.allocation or "", *[""] * len(whole), *cells])
+            numbers = [figures[cell].pairs for cell in cells if cell in figures]
+            entries.append(_range(numbers) if numbers else "")
+        rows.append([name, variant.allocation or "", *[""] * len(whole), *entries])
     if last is not None:
         rows.append([last[0], "", *["1.00"] * len(whole), *map(last[1], ratios)])
     return _grid(heading, rows)
 
 
-def _cell(figures: dict[Point, Figures], point: Point, show: Show) -> str:
-    return show(figures[point]) if point in figures else "–"
+def _entry(figures: dict[Cell, Figures], cell: Cell, show: Show) -> str:
+    return show(figures[cell]) if cell in figures else "–"
 
 
 def _grid(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
+    return "\n".join([*lines, *(f"| {' | '.join(entries)} |" for entries in rows)])
 
 
 def _range(numbers: Sequence[int]) -> str:
