@@ -9,7 +9,6 @@ from models import load, resolve
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from proxykv_hf import ProxyScorer
-from proxykv_hf.proxy.loading import load_proxy_scorer
 
 MAPPERS = Path(__file__).resolve().parents[1] / "mappers"
 
@@ -38,4 +37,4 @@ def load_pair(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Prox
     pair = PAIRS[name]
     target, tokenizer = load(pair.target)
     proxy = None if pair.proxy is None else resolve(pair.proxy)
-    return target, tokenizer, load_proxy_scorer(MAPPERS / name, target=target, proxy=proxy)
+    return target, tokenizer, ProxyScorer.from_pretrained(MAPPERS / name, target=target, proxy=proxy)

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 import torch
-from test_proxy import make_mapper
 from tiny import random_ids, random_scores, tiny_model, tiny_tokenizer
+from tiny_mappers import make_mapper
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 from proxykv_hf import (
@@ -24,6 +24,7 @@ from proxykv_hf import (
     ProxyKVConfig,
     ProxyKVGenerationMixin,
     ProxyPrunedCache,
+    ProxyScorer,
     RandomScorer,
     RetentionPolicy,
     with_proxykv,
@@ -138,17 +139,15 @@ def test_a_config_means_what_it_says_now(tmp_path):
 
 
 def test_a_mapper_is_loaded_once_for_a_model(tmp_path, monkeypatch):
-    from proxykv_hf import generation
-
     model = with_proxykv(tiny_model("llama", 3))
     make_mapper(model, first_layers(model, 2), proxy_id=SELF_PROXY).save_pretrained(tmp_path)
-    loads, load = [], generation.load_proxy_scorer
+    loads, load = [], ProxyScorer.from_pretrained
 
     def counted(*args, **kwargs):
         loads.append(kwargs["threads"])
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(generation, "load_proxy_scorer", counted)
+    monkeypatch.setattr(ProxyScorer, "from_pretrained", counted)
     config = ProxyKVConfig(mapper=tmp_path, retention_ratio=0.5, strict=True, options={"threads": 1})
     ids = random_ids(1, TOKENS)
     first = model.generate(ids, **GREEDY, proxykv=config)

@@ -20,7 +20,7 @@ from hidden_facts import hidden_facts
 from proxykv_hf import KVzipScorer, ProxyKVWarning, ProxyPrunedCache, RandomScorer, RetentionPolicy, cli
 from proxykv_hf._compat import cache_keyword
 from proxykv_hf.commands import sources
-from proxykv_hf.proxy.loading import load_proxy_scorer
+from proxykv_hf.scorers.proxy import ProxyScorer
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def test_keeping_everything_changes_no_answer(smollm2):
 def test_the_shipped_mapper_agrees_with_the_oracle(smollm2):
     """On a text of another kind than it was trained on; chance is the ratio itself."""
     model, tokenizer = smollm2
-    proxykv = load_proxy_scorer(Path(__file__).resolve().parents[1] / "mappers" / "smollm2", target=model)
+    proxykv = ProxyScorer.from_pretrained(Path(__file__).resolve().parents[1] / "mappers" / "smollm2", target=model)
     scorers = {"proxykv": proxykv, "kvzip": KVzipScorer(tokenizer)}
     ids = tokenizer([hidden_facts(tokenizer, 300, 3, seed=5).text], return_tensors="pt").input_ids
     with ProxyPrunedCache(model, None, RetentionPolicy(1.0)) as cache:

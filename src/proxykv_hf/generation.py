@@ -18,8 +18,8 @@ from .cache.prefill import Schedule
 from .cache.prompt import Context
 from .cache.retention import RetentionPolicy, policy_or_ratio
 from .errors import InvalidInputError
-from .proxy.loading import load_proxy_scorer
 from .scorers.base import Scorer
+from .scorers.proxy import ProxyScorer
 
 M = TypeVar("M", bound=PreTrainedModel)
 
@@ -40,7 +40,7 @@ class ProxyKVConfig:
         strict: Raise if scoring fails.
         timeout: Seconds to wait for scores.
         schedule: When the proxy runs, see `ProxyPrunedCache`.
-        options: For `load_proxy_scorer`: ``proxy``, ``revision``, ``device``, ``dtype``, ``threads``.
+        options: For `ProxyScorer.from_pretrained`: ``proxy``, ``revision``, ``device``, ``dtype``, ``threads``.
 
     Raises:
         InvalidInputError: Both or neither of ``mapper`` and ``scorer``.
@@ -97,7 +97,7 @@ class ProxyKVConfig:
         source = (self.mapper, dict(self.options))
         loaded, scorer = self._loaded.get(target, (None, None))
         if scorer is None or loaded != source:
-            scorer = load_proxy_scorer(self.mapper, target=target, **self.options)
+            scorer = ProxyScorer.from_pretrained(self.mapper, target=target, **self.options)
             self._loaded[target] = (source, scorer)
         return scorer
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ._compat import DynamicLayer, DynamicSlidingWindowLayer, execution_device
 from .errors import GeometryError, UnsupportedModelError
 
 #: Of quantised weights (bitsandbytes, GPTQ, AWQ). Indices are int64 and masks bool.
@@ -156,7 +156,7 @@ def device_of(module: nn.Module) -> torch.device:
         for parameter in part.parameters(recurse=False):
             if not parameter.is_meta:
                 return parameter.device
-            device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+            device = execution_device(part)
             return torch.device("cpu" if device is None else device)
     return torch.device("cpu")
 

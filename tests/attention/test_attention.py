@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from proxykv_hf import FixedScorer, ProxyPrunedCache, RandomScorer, RetentionPolicy, UnsupportedModelError
 from proxykv_hf._compat import cache_keyword, call_forward
-from proxykv_hf.attention.functions import Lease, _Attachment
+from proxykv_hf.attention.lease import Lease, _Attachment
 from proxykv_hf.cache import ragged
 from proxykv_hf.cache.ragged import ragged_attention, tail_mask
 from proxykv_hf.cache.storage import RaggedStorage

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_proxy import POLICY, make_mapper
 from tiny import pad_left, random_ids, random_scores, tiny_model, tiny_tokenizer
+from tiny_mappers import make_mapper
 from transformers import DynamicCache
 
 from proxykv_hf import (
@@ -31,8 +31,9 @@ from proxykv_hf import (
 from proxykv_hf._compat import call_forward
 from proxykv_hf.cache.prefill import SCHEDULES
 from proxykv_hf.cache.pruning import Pruner
-from proxykv_hf.proxy.lane import Job
+from proxykv_hf.proxy.lane import Job, check_cancelled
 
+POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 TOKENS = 60
 
 
@@ -73,11 +74,12 @@ def run_until_cancelled(monkeypatch):
 
     stopped = threading.Event()
 
-    def forever(*args, cancelled, **kwargs):
-        while not cancelled():
-            pass
-        stopped.set()
-        raise RuntimeError("stopped")
+    def forever(*args, **kwargs):
+        try:
+            while True:
+                check_cancelled()
+        finally:
+            stopped.set()
 
     monkeypatch.setattr(module, "proxy_features", forever)
     return stopped

@@ -7,16 +7,16 @@ import threading
 
 import pytest
 import torch
-from test_scorers import kvzip_twin
 from tiny import random_ids, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
+from whole_attention import kvzip_twin
 
 from proxykv_hf import InvalidInputError
 from proxykv_hf._compat import call_forward
 from proxykv_hf.attention import logits
 from proxykv_hf.proxy import features
 from proxykv_hf.proxy.features import LOG_FLOOR, NEIGHBOURHOOD, WINDOW, FeatureRecipe, proxy_features
-from proxykv_hf.proxy.lane import Cancelled
+from proxykv_hf.proxy.lane import Lane, cancellable
 
 TOKENIZER = tiny_tokenizer()
 
@@ -100,16 +100,31 @@ def test_hidden_alone_is_the_pass_and_nothing_quadratic(monkeypatch):
 
 def test_the_proxy_is_left_as_it_was_and_a_cancelled_pass_stops():
     model = tiny_model(layers=3)
-    calls = []
+    entered, in_second, go = [], threading.Event(), threading.Event()
 
-    def cancelled():
-        calls.append(None)
-        return len(calls) == 2
+    def enter(layer):
+        entered.append(layer)
+        if layer == 1:
+            in_second.set()
+            go.wait(10)
 
-    with pytest.raises(Cancelled):
-        proxy_features(model.model, random_ids(1, 30)[0], FeatureRecipe(("hidden",), 3, (1,)), cancelled=cancelled)
-    assert len(calls) == 2
-    assert not any(layer._forward_hooks for layer in model.model.layers)
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, index=index: enter(index))
+        for index, layer in enumerate(model.model.layers)
+    ]
+
+    def work():
+        with cancellable(model):
+            return proxy_features(model.model, random_ids(1, 30)[0], FeatureRecipe(("hidden",), 3, (1,)))
+
+    job = Lane(torch.device("cpu")).submit(work)
+    assert in_second.wait(10)
+    threading.Timer(0.05, go.set).start()
+    job.cancel()
+    assert entered == [0, 1]
+    for handle in handles:
+        handle.remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, pad_left, random_ids, tiny_model, tiny_tokenizer
+from tiny_mappers import make_mapper
 
 from proxykv_hf import (
     FeatureRecipe,
     GeometryError,
-    HybridAxialMapper,
-    HybridAxialMapperConfig,
     InvalidInputError,
     ModelGeometry,
     ProxyKVWarning,
@@ -31,36 +30,15 @@ from proxykv_hf import (
 from proxykv_hf._compat import cache_keyword, call_forward
 from proxykv_hf.cache.prompt import read_prompt
 from proxykv_hf.geometry import weights_fingerprint
+from proxykv_hf.proxy import lane
 from proxykv_hf.proxy.features import proxy_features
-from proxykv_hf.proxy.lane import Cancelled
-from proxykv_hf.proxy.loading import SELF_PROXY, first_layers, load_first_layers, load_proxy_scorer
+from proxykv_hf.proxy.lane import Cancelled, check_cancelled
+from proxykv_hf.proxy.loading import SELF_PROXY, first_layers, load_first_layers
 from proxykv_hf.scorers.base import ScoringRequest
 from proxykv_hf.scorers.on_lane import LaneUse
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 TOKENS = 50
-
-
-def make_mapper(target, proxy, recipe=None, whole_proxy=None, **kwargs):
-    """A random mapper, its output vectors large enough that the text decides."""
-    recipe = recipe or FeatureRecipe(("attention", "hidden"), 2, (1, 2))
-    torch.manual_seed(0)
-    config = HybridAxialMapperConfig(
-        target_geometry=ModelGeometry.from_config(target.config).to_dict(),
-        proxy_geometry=ModelGeometry.from_config((whole_proxy or proxy).config).to_dict(),
-        features=recipe.to_dict(),
-        channels=recipe.channels(proxy.config),
-        bottleneck=16,
-        head_tokens=2,
-        width=16,
-        encoder_heads=2,
-        window=32,
-        overlap=8,
-        **kwargs,
-    )
-    mapper = HybridAxialMapper(config).eval()
-    torch.nn.init.normal_(mapper.heads.output)
-    return mapper
 
 
 @pytest.fixture
@@ -191,10 +169,9 @@ def test_faults_of_the_proxy_are_uncompressed_with_one_warning(target, scorer, m
 def test_waiting_has_an_end(target, scorer, monkeypatch):
     from proxykv_hf.scorers import proxy as module
 
-    def forever(*args, cancelled, **kwargs):
-        while not cancelled():
-            pass
-        raise RuntimeError("stopped")
+    def forever(*args, **kwargs):
+        while True:
+            check_cancelled()
 
     monkeypatch.setattr(module, "proxy_features", forever)
     with ProxyPrunedCache(target, scorer, POLICY, timeout=0.2) as cache:
@@ -204,8 +181,8 @@ def test_waiting_has_an_end(target, scorer, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "asked"), [("proxykv", 2 + 2), ("static_alignment", 2 + 2)])
-def test_work_asks_in_every_layer_whether_to_go_on(target, proxy, kind, asked):
-    """Of the pass over the prompt and of the repetition: `cancel` waits for no more than one, and for the mapper."""
+def test_cancelled_work_stops_at_the_next_layer(target, proxy, kind, asked, monkeypatch):
+    """In the pass over the prompt and in the repetition: `cancel` waits for at most one layer, and for the mapper."""
     recipe = FeatureRecipe(("hidden", "reconstruction"), 2, (1,))
     scorer = {
         "proxykv": lambda: ProxyScorer(proxy, make_mapper(target, proxy, recipe), tokenizer=tiny_tokenizer()),
@@ -217,14 +194,21 @@ def test_work_asks_in_every_layer_whether_to_go_on(target, proxy, kind, asked):
     )
 
     def run(stop_at):
-        questions = iter(range(1000))
+        checks = []
+
+        def check():
+            checks.append(None)
+            if len(checks) > stop_at:
+                raise Cancelled
+
+        monkeypatch.setattr(lane, "check_cancelled", check)
         try:
-            use = LaneUse(torch.device("cpu"))
-            scorer.score_row(ids[0], (0, TOKENS), request, use, lambda: next(questions) == stop_at)
+            with lane.cancellable(proxy):
+                scorer.score_row(ids[0], (0, TOKENS), request, LaneUse(torch.device("cpu")))
         except Cancelled:
-            assert next(questions) == stop_at + 1
+            assert len(checks) == stop_at + 1
             return True
-        assert next(questions) == asked
+        assert len(checks) == asked
         return False
 
     assert [run(stop_at) for stop_at in range(asked + 1)] == [True] * asked + [False]
@@ -402,7 +386,7 @@ def test_first_layers_that_cannot_be_shared_say_so(target):
         other = copy.deepcopy(target)
         other.model.layers[1].self_attn.q_proj = wrap(other.model.layers[1].self_attn.q_proj)
         with pytest.raises(UnsupportedModelError, match=r"as plain weights on one device: they are wrapped"):
-            load_proxy_scorer(mapper, target=other)
+            ProxyScorer.from_pretrained(mapper, target=other)
 
 
 def test_first_layers_stay_where_the_target_has_them(target, monkeypatch):
@@ -419,28 +403,28 @@ def test_a_proxy_that_is_a_model_may_be_whole(target):
     mapper = make_mapper(target, cut, whole_proxy=whole, proxy_id="some/proxy")
     scores = []
     for proxy in (cut, whole, whole.model):
-        scorer = load_proxy_scorer(mapper, target=target, proxy=proxy)
+        scorer = ProxyScorer.from_pretrained(mapper, target=target, proxy=proxy)
         with ProxyPrunedCache(target, scorer, POLICY, strict=True) as cache:
             scores.append(cache.prefill(random_ids(1, TOKENS))["proxykv"])
     assert torch.equal(scores[1], scores[0])
     assert torch.equal(scores[2], scores[0])
     with pytest.raises(GeometryError, match=r"another proxy than this: expected num_layers=3.*got num_layers=4"):
-        load_proxy_scorer(mapper, target=target, proxy=tiny_model("qwen2", 1, layers=4))
+        ProxyScorer.from_pretrained(mapper, target=target, proxy=tiny_model("qwen2", 1, layers=4))
 
 
 def test_the_mapper_goes_where_the_proxy_is(target):
     proxy = tiny_model("qwen2", 1, layers=2).model
-    scorer = load_proxy_scorer(make_mapper(target, proxy), target=target, proxy=proxy, device="meta")
+    scorer = ProxyScorer.from_pretrained(make_mapper(target, proxy), target=target, proxy=proxy, device="meta")
     assert scorer.mapper.device == scorer.proxy.device == torch.device("cpu")
 
 
 def test_a_mapper_that_is_given_stays_as_it_was(target):
     proxy = tiny_model("qwen2", 1, layers=2).model
     mapper = make_mapper(target, proxy)
-    assert load_proxy_scorer(mapper, target=target, proxy=proxy).mapper is mapper
+    assert ProxyScorer.from_pretrained(mapper, target=target, proxy=proxy).mapper is mapper
     for given in (mapper.to(torch.bfloat16), make_mapper(target, proxy).train()):
         dtype, training = given.dtype, given.training
-        scorer = load_proxy_scorer(given, target=target, proxy=proxy)
+        scorer = ProxyScorer.from_pretrained(given, target=target, proxy=proxy)
         assert (given.dtype, given.training) == (dtype, training)
         assert (scorer.mapper.dtype, scorer.mapper.training) == (torch.float32, False)
 

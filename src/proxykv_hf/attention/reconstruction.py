@@ -14,20 +14,20 @@ and shipped mappers are of this recipe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicLayer
 
-from .._compat import call_forward
-from ..attention import functions as attention
+from .._compat import Cache, call_forward
 from ..chat import chat_affixes, encode
 from ..geometry import ModelGeometry, device_of
-from ..proxy.lane import Cancelled
+from .functions import AttentionCall, AttentionOutput
+from .lease import Lease
 from .logits import scaled_logits
+from .passing import PassingLayer
 
 RECIPE = "kvzip-1"
 CHUNK_TOKENS = 2048
@@ -89,7 +89,6 @@ def reconstruction_scores(
     chunk_tokens: int = CHUNK_TOKENS,
     sink_tokens: int = SINK_TOKENS,
     prompts: tuple[str, str] = PROMPTS,
-    cancelled: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """Score the context of one prefilled prompt.
 
@@ -104,14 +103,10 @@ def reconstruction_scores(
         chunk_tokens: Context tokens repeated in one forward.
         sink_tokens: First tokens of the prompt that the scored attention sees besides the chunk.
         prompts: See ``PROMPTS``.
-        cancelled: Asked in each layer of each chunk.
 
     Returns: `[L, H, n]`, float32, on the model's device; zero outside the context and in
         sliding-window layers. The pass holds at most a layer's copy of K and V and
         ``QUERY_BLOCK`` rows of attention at a time: memory is linear in the chunk.
-
-    Raises:
-        Cancelled: ``cancelled()`` became true.
     """
     geometry = ModelGeometry.from_config(model.config)
     tokens = len(input_ids)
@@ -120,17 +115,15 @@ def reconstruction_scores(
         geometry.num_layers, geometry.num_key_value_heads, tokens, dtype=torch.float32, device=device_of(model)
     )
     decoder = model.base_model  # no logits: they would be far larger than all else
-    with attention.Lease(model):
+    with Lease(model):
         for start, stop, ids in repeat_inputs(tokenizer, input_ids[slice(*context)], chunk_tokens, prompts):
             chunk = (context[0] + start, context[0] + stop)
             layers: list[Any] = [
-                _ReadOnlyLayer(keys, values, tokens, cancelled)
-                if window is not None
-                else _ScoringLayer(keys, values, tokens, cancelled, chunk, min(sink_tokens, chunk[0]))
+                _ScoringLayer(keys, values, tokens, chunk, min(sink_tokens, chunk[0]))
+                if window is None
+                else _ReadOnlyLayer(keys, values, tokens, is_sliding=True)
                 for (keys, values), window in zip(states, geometry.sliding_windows, strict=True)
             ]
-            for layer, window in zip(layers, geometry.sliding_windows, strict=True):
-                layer.is_sliding = window is not None
             ids = ids.to(device_of(model))
             positions = position + torch.arange(len(ids), device=device_of(model))
             call_forward(
@@ -141,68 +134,43 @@ def reconstruction_scores(
     return scores
 
 
-class _ReadOnlyLayer(DynamicLayer):
+class _ReadOnlyLayer(PassingLayer):
     """A layer of the prefilled cache for one forward, whose own K and V are not kept."""
-
-    is_sliding = False
-    is_initialized = True
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, keys: Tensor, values: Tensor, seen: int, cancelled: Callable[[], bool]) -> None:
-        self.keys, self.values, self.seen, self.cancelled = keys, values, seen, cancelled
+    def __init__(self, keys: Tensor, values: Tensor, seen: int, is_sliding: bool) -> None:
+        super().__init__(is_sliding)
+        self.keys, self.values, self.seen = keys, values, seen
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.cancelled():
-            raise Cancelled
-        return torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
+        keys, values = (torch.cat(pair, dim=2) for pair in ((self.keys, key_states), (self.values, value_states)))
+        return super().update(keys, values, *args, **kwargs)
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         return self.seen
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         stored = self.keys.shape[2]
         return stored + query_length, self.seen - stored
 
 
 class _ScoringLayer(_ReadOnlyLayer):
-    """The same, and scores ``chunk`` on the way."""
+    """A full-attention layer that scores ``chunk`` on the way."""
 
-    def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        seen: int,
-        cancelled: Callable[[], bool],
-        chunk: tuple[int, int],
-        sinks: int,
-    ) -> None:
-        super().__init__(keys, values, seen, cancelled)
+    def __init__(self, keys: Tensor, values: Tensor, seen: int, chunk: tuple[int, int], sinks: int) -> None:
+        super().__init__(keys, values, seen, is_sliding=False)
         self.chunk, self.sinks = chunk, sinks
         self.scores: Tensor | None = None  # [H, chunk]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(key_states, value_states)
-        attention.hand_over(keys, values, self)
-        return keys, values
-
-    def attend(
-        self,
-        backend: attention.Backend,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> attention.AttentionOutput:
+    def attend(self, call: AttentionCall) -> AttentionOutput:
         start, stop = self.chunk
-        seen_keys = torch.cat([key[:, :, : self.sinks], key[:, :, start:stop]], dim=2)
-        self.scores = largest_attention(
-            query[0], seen_keys[0], key[0, :, self.seen :], kwargs.get("scaling"), kwargs.get("softcap")
-        )[:, self.sinks :]
-        return backend(module, query, key, value, attention_mask, **kwargs)
+        key = call.key[0]
+        seen_keys = torch.cat([key[:, : self.sinks], key[:, start:stop]], dim=1)
+        scores = largest_attention(call.query[0], seen_keys, key[:, self.seen :], call.scaling, call.softcap)
+        self.scores = scores[:, self.sinks :]
+        return call.by_backend()
 
 
 def largest_attention(

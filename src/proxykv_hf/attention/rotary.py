@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
 
-from .._compat import call_forward
-from ..attention import functions as attention
+from .._compat import Cache, call_forward
 from ..errors import UnsupportedModelError
 from ..geometry import ModelGeometry, device_of
+from .functions import AttentionCall, AttentionOutput, attention_modules
+from .lease import Lease
+from .passing import PassingLayer
 
 #: Kinds of RoPE whose frequencies change with the length of the text.
 CHANGING = ("dynamic", "longrope")
@@ -56,7 +57,7 @@ class Rotary:
         name = type(model).__name__
         decoder = model.get_decoder()
         embedding: Any = getattr(decoder, "rotary_emb", None)
-        modules = attention.attention_modules(decoder)
+        modules = attention_modules(decoder)
         apply = _apply_function(modules[0]) if modules else None
         if embedding is None or apply is None:
             raise UnsupportedModelError(
@@ -120,7 +121,7 @@ class Rotary:
         device = device_of(model)
         token = torch.arange(size, device=device).cos().to(model.dtype)
         positions = torch.tensor([[0], [TRIED_POSITION]], device=device)
-        with attention.Lease(model):
+        with Lease(model):
             call_forward(
                 decoder,
                 inputs_embeds=token.expand(2, 1, -1),
@@ -145,37 +146,14 @@ class Rotary:
                 self._still_layers.add(index)
 
 
-class _QueryLayer(DynamicLayer):
-    """A layer of the cache that notes the queries of one forward."""
+class _QueryLayer(PassingLayer):
+    """Notes the queries of one forward."""
 
-    is_initialized = True
+    query: Tensor | None = None  # [B, Q, q, D]
 
-    def __init__(self, is_sliding: bool) -> None:
-        self.is_sliding = is_sliding
-        self.query: Tensor | None = None  # [B, Q, q, D]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        attention.hand_over(key_states, value_states, self)
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def attend(
-        self,
-        backend: attention.Backend,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> attention.AttentionOutput:
-        self.query = query
-        return backend(module, query, key, value, attention_mask, **kwargs)
+    def attend(self, call: AttentionCall) -> AttentionOutput:
+        self.query = call.query
+        return call.by_backend()
 
 
 def _apply_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from .._compat import bind_forward, call_forward
+from .._compat import Cache, DynamicSlidingWindowLayer, bind_forward, call_forward
 from ..attention import functions as attention
+from ..attention.lease import Lease
 from ..errors import (
     CacheStateError,
     GeometryError,
@@ -122,7 +122,7 @@ class ProxyPrunedCache(DynamicCache):
         Cache.__init__(self, layers=self._new_layers())
         self._taps: Taps = []
         self._runs: dict[str, ScorerRun] = {}
-        self._lease = attention.Lease(self.target)
+        self._lease = Lease(self.target)
         self._finalizer = weakref.finalize(self, _let_go, self._lease, self._taps, self._runs)
         self._start_empty()
 
@@ -358,7 +358,7 @@ class ProxyPrunedCache(DynamicCache):
             strict: The same.
             timeout: The same.
             schedule: The same.
-            proxy: In place of the proxy that the mapper's config names, see `pretrained.load_proxy_scorer`.
+            proxy: In place of the proxy that the mapper's config names, see `ProxyScorer.from_pretrained`.
             revision: Of the mapper, likewise.
             device: Of the proxy, likewise.
             dtype: The same.
@@ -369,10 +369,10 @@ class ProxyPrunedCache(DynamicCache):
             InvalidPolicyError: Both ratio and policy, or a wrong ratio.
             GeometryError: The mapper was trained for another target or proxy.
         """
-        from ..proxy.loading import load_proxy_scorer
+        from ..scorers.proxy import ProxyScorer
 
         policy = policy_or_ratio(policy, retention_ratio)
-        scorer = load_proxy_scorer(
+        scorer = ProxyScorer.from_pretrained(
             mapper, target=target, proxy=proxy, revision=revision, device=device, dtype=dtype, threads=threads
         )
         return cls(
@@ -907,7 +907,7 @@ class ProxyPrunedCache(DynamicCache):
         return total
 
 
-def _let_go(lease: attention.Lease, taps: Taps, runs: dict[str, ScorerRun]) -> None:
+def _let_go(lease: Lease, taps: Taps, runs: dict[str, ScorerRun]) -> None:
     while taps:
         taps.pop().remove()
     while runs:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..attention.functions import Lease
+from .._compat import DynamicLayer, DynamicSlidingWindowLayer
+from ..attention.lease import Lease
 from ..errors import CacheStateError, InvalidInputError, ScoringError
 from .prompt import Context, read_prompt
 from .pruning import Pruner, is_ragged, keep_masks, warn_over_budget

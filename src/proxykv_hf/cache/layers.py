@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor
 
-from ..attention.functions import AttentionOutput, Backend, Lease, check_arguments, hand_over, take_hidden
+from .._compat import DynamicLayer
+from ..attention.functions import AttentionCall, AttentionOutput, hand_over, take_hidden
+from ..attention.lease import Lease
 from ..errors import CacheStateError
 from ..scorers.base import Observation
 from .ragged import ragged_attention
@@ -92,34 +93,25 @@ class PrunedLayer(DynamicLayer):
             hand_over(keys, values, self)
         return keys, values
 
-    def attend(
-        self,
-        backend: Backend,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> AttentionOutput:
-        """See `attention.AttendingLayer`."""
-        check_arguments(attention_mask, kwargs)
+    def attend(self, call: AttentionCall) -> AttentionOutput:
+        """See `attention.functions.AttendingLayer`."""
+        call.check()
         if self.watch is not None:
             self.watch(
                 Observation(
                     layer=self.index,
-                    query=query.detach(),
-                    key=key,
+                    query=call.query.detach(),
+                    key=call.key,
                     hidden=take_hidden(),
-                    scaling=kwargs.get("scaling"),
-                    softcap=kwargs.get("softcap"),
-                    columns=key.shape[2],
+                    scaling=call.scaling,
+                    softcap=call.softcap,
+                    columns=call.key.shape[2],
                 )
             )
         if isinstance(self.storage, RaggedStorage):
-            output = ragged_attention(query, self.storage, attention_mask, kwargs.get("scaling"), kwargs.get("softcap"))
+            output = ragged_attention(call.query, self.storage, call.attention_mask, call.scaling, call.softcap)
             return output, None
-        return backend(module, query, key, value, attention_mask, **kwargs)
+        return call.by_backend()
 
     def share_rows(self) -> None:
         """Become a layer whose rows' copies cost nothing; all that it holds is fixed from now on."""

@@ -165,8 +165,7 @@ class Prefill:
 
     def _suitable_schedule(self) -> Schedule:
         """Lanes that would take each other's cores run one after another: together they take far longer."""
-        lanes = [scorer.lane for scorer in self.scorers.values() if isinstance(scorer, OnLane)]
-        shared = any(lane.threads is None and lane.device.type == "cpu" for lane in lanes)
+        shared = any(isinstance(scorer, OnLane) and scorer.shares_cpu for scorer in self.scorers.values())
         return "proxy_first" if shared and device_of(self.target).type == "cpu" else "overlap"
 
     def extend(self, call: Mapping[str, Any], shape: tuple[int, int]) -> None:

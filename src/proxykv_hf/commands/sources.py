@@ -10,10 +10,9 @@ from transformers import AutoConfig
 
 from ..evaluation.methods import METHODS, Sources, check_sources, make_methods
 from ..geometry import ModelGeometry
-from ..proxy.loading import load_mapper
+from ..proxy.loading import check_target, load_mapper
 from ..scorers.base import Scorer
 from ..scorers.hidden_state import HiddenStateHeads, check_heads
-from ..scorers.proxy import check_target
 from .models import device_and_dtype, load, resolve, target_named
 
 #: As `Sources` calls them, and which method each of them is for in the first place.

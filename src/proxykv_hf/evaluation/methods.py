@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 from ..attention.reconstruction import RECIPE
 from ..errors import InvalidInputError
 from ..geometry import device_of, weights_fingerprint
-from ..proxy.loading import SELF_PROXY, load_mapper, load_proxy_scorer
+from ..proxy.loading import SELF_PROXY, load_mapper
 from ..proxy.mapper import HybridAxialMapper
 from ..scorers.base import Scorer
 from ..scorers.expected_attention import ExpectedAttentionScorer
@@ -91,7 +91,7 @@ class Sources:
 
     @functools.cached_property
     def proxykv(self) -> ProxyScorer:
-        return load_proxy_scorer(self.mapper, target=self.target, proxy=self._proxy, threads=self.threads)
+        return ProxyScorer.from_pretrained(self.mapper, target=self.target, proxy=self._proxy, threads=self.threads)
 
     def hidden_state(self) -> HiddenStateScorer:
         """The scorer of the trained heads."""

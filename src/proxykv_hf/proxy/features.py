@@ -25,15 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicLayer
 
-from .._compat import call_forward
-from ..attention import functions as attention
+from .._compat import Cache, call_forward
+from ..attention.functions import AttentionCall, AttentionOutput
+from ..attention.lease import Lease
 from ..attention.logits import causal_weights
+from ..attention.passing import PassingLayer
 from ..attention.reconstruction import reconstruction_scores
 from ..errors import InvalidInputError
 from ..geometry import ModelGeometry
-from .lane import Cancelled
 
 SOURCES = ("attention", "hidden", "reconstruction")
 #: Later tokens nearer than this do not count: they look at each other whatever the text says.
@@ -104,7 +104,6 @@ def proxy_features(
     *,
     context: tuple[int, int] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    cancelled: Callable[[], bool] = lambda: False,
     holds: Callable[[int], None] = lambda count: None,
 ) -> Tensor:
     """Features of one row.
@@ -115,14 +114,12 @@ def proxy_features(
         recipe: What to extract.
         context: ``(start, stop)``, what ``reconstruction`` repeats; all by default.
         tokenizer: The proxy's, for ``reconstruction``.
-        cancelled: Asked after each layer, and while the proxy repeats the context in each too.
         holds: Told after each layer how many bytes features, K and V take, and with ``reconstruction`` its scores too.
 
     Returns: `[C, n]`, float32, on the proxy's device.
 
     Raises:
         InvalidInputError: ``reconstruction`` without a tokenizer.
-        Cancelled: ``cancelled()`` became true.
     """
     if "reconstruction" in recipe.sources and tokenizer is None:
         raise InvalidInputError("the source 'reconstruction' asks the proxy to repeat: give its tokenizer")
@@ -135,8 +132,6 @@ def proxy_features(
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() != own_thread:  # another cache's pass over the same proxy
                 return
-            if cancelled():
-                raise Cancelled
             if layer in recipe.hidden_layers:
                 hidden = (output[0] if isinstance(output, tuple) else output)[0].float()  # [n, hidden]
                 place = room["hidden"].unflatten(0, (len(recipe.hidden_layers), -1))[recipe.hidden_layers.index(layer)]
@@ -153,7 +148,7 @@ def proxy_features(
     layers: list[Any] = [_FeatureLayer(*each, keeps) for each in zip(places, windows, strict=True)]
     handles = [layer.register_forward_hook(after(index + 1)) for index, layer in enumerate(decoder_layers(proxy))]
     try:
-        with attention.Lease(proxy):
+        with Lease(proxy):
             call_forward(proxy, input_ids=ids, cache=Cache(layers=layers), use_cache=True)
     finally:
         for handle in handles:
@@ -161,7 +156,7 @@ def proxy_features(
     if tokenizer is not None and "reconstruction" in room:
         span = (0, len(input_ids)) if context is None else context
         states = [layer.states for layer in layers]
-        scores = reconstruction_scores(proxy, states, input_ids, span, tokenizer, cancelled=cancelled)
+        scores = reconstruction_scores(proxy, states, input_ids, span, tokenizer)
         holds(features.nbytes + sum(layer.bytes for layer in layers) + scores.nbytes)
         room["reconstruction"].copy_(log_scale(scores.flatten(0, 1)))
     return features
@@ -174,18 +169,17 @@ def decoder_layers(proxy: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-class _FeatureLayer(DynamicLayer):
-    """A layer of the proxy's cache: reads the attention if asked to, and keeps K and V only if asked to.
+class _FeatureLayer(PassingLayer):
+    """Reads the attention if asked to, and keeps K and V only if asked to.
 
     Args:
         place: `[3 * Q, n]`, where the attention's features go, or None.
-        window: Of a sliding-window layer, or None.
+        window: The window of a sliding-window layer, or None.
         keeps_states: Whether K and V are wanted later.
     """
 
-    is_initialized = True
-
     def __init__(self, place: Tensor | None, window: int | None, keeps_states: bool) -> None:
+        super().__init__()
         self.place, self.window, self.keeps_states = place, window, keeps_states
         self.states: tuple[Tensor, Tensor] | None = None
         self.bytes = 0
@@ -193,31 +187,16 @@ class _FeatureLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.bytes = key_states.nbytes + value_states.nbytes
-        if self.place is not None:
-            attention.hand_over(key_states, value_states, self)
         if self.keeps_states:
             self.states = (key_states, value_states)
-        return key_states, value_states
+        if self.place is None:
+            return key_states, value_states
+        return super().update(key_states, value_states, *args, **kwargs)
 
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def attend(
-        self,
-        backend: attention.Backend,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> attention.AttentionOutput:
+    def attend(self, call: AttentionCall) -> AttentionOutput:
         assert self.place is not None
         features, output = received_attention(
-            query[0], key[0], value[0], kwargs.get("scaling"), kwargs.get("softcap"), self.window
+            call.query[0], call.key[0], call.value[0], call.scaling, call.softcap, self.window
         )
         self.place.copy_(features)
         return output.transpose(0, 1)[None].contiguous(), None

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..attention.functions import attention_modules
 from ..errors import InvalidInputError
 
 T = TypeVar("T")
 
 
 class Cancelled(Exception):
-    """The work's result is not wanted any more."""
+    """The job was cancelled: nobody wants its result any more."""
+
+
+_thread = threading.local()  # ``job``: the job that the thread runs
+
+
+def check_cancelled() -> None:
+    """Raise `Cancelled` if the calling thread runs a job that was cancelled; other threads may call it too."""
+    job: Job[Any] | None = getattr(_thread, "job", None)
+    if job is not None and job.cancelled:
+        raise Cancelled
+
+
+@contextlib.contextmanager
+def cancellable(model: nn.Module) -> Iterator[None]:
+    """Call `check_cancelled` in every attention layer of the model's forwards, for as long as the context is open."""
+    handles = [module.register_forward_pre_hook(lambda *_: check_cancelled()) for module in attention_modules(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def usable_device(device: torch.device | str) -> torch.device:
@@ -50,7 +73,7 @@ class Job(Generic[T]):
 
     def __init__(
         self,
-        work: Callable[[Callable[[], bool]], T],
+        work: Callable[[], T],
         device: torch.device,
         stream: torch.cuda.Stream | None,
         threads: int | None,
@@ -72,16 +95,18 @@ class Job(Generic[T]):
         try:
             if self._threads is not None:
                 set_own_threads(self._threads)
+            _thread.job = self
             with torch.no_grad():
                 if self._stream is None:
-                    self._result = self._work(self._cancelled.is_set)
+                    self._result = self._work()
                 else:
                     with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                        self._result = self._work(self._cancelled.is_set)
+                        self._result = self._work()
                         self._after = self._stream.record_event()
         except BaseException as error:
             self._error = error
         finally:
+            _thread.job = None
             del self._work  # and with it all that the work held
             if self._device.type == "cpu":
                 trim_heap()
@@ -118,11 +143,13 @@ class Job(Generic[T]):
         result, self._result = self._result, None
         return result  # type: ignore[return-value]
 
-    def cancel(self) -> None:
-        """Ask the work to stop, and wait until it has: the memory that it held is free then.
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled.is_set()
 
-        Work asks back after each layer of a forward; the mapper, a hundredth of it, goes through.
-        """
+    def cancel(self) -> None:
+        """Have the work stop at its next `check_cancelled`, and wait until it has: its memory is free then."""
         self._cancelled.set()
         if threading.current_thread() is not self._thread:  # where the collector may have brought us
             self._done.wait()
@@ -169,6 +196,6 @@ class Lane:
         # One for all jobs: memory that a job frees is kept for the same stream.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def submit(self, work: Callable[[Callable[[], bool]], T]) -> Job[T]:
-        """Start ``work`` and return at once. It is given a function that tells whether it was cancelled."""
+    def submit(self, work: Callable[[], T]) -> Job[T]:
+        """Start ``work`` and return at once."""
         return Job(work, self.device, self._stream, self.threads)

@@ -1,4 +1,4 @@
-"""A mapper, its proxy and the checks between them and the target, put together into a scorer."""
+"""Loads a mapper and its proxy, and checks that they fit each other and the target."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..attention import functions as attention
+from .._compat import set_attention_name
+from ..attention.lease import own_attention_name
 from ..errors import InvalidInputError, ProxyKVError, ProxyKVWarning, UnsupportedModelError
-from ..geometry import ModelGeometry, are_other_weights, check_loaded, device_of
-from ..scorers.proxy import ProxyScorer, check_proxy, check_target
+from ..geometry import ModelGeometry, are_other_weights, check_geometry, check_loaded, device_of
 from .lane import usable_device
 from .mapper import HybridAxialMapper
 
@@ -32,37 +32,20 @@ from .mapper import HybridAxialMapper
 SELF_PROXY = "target"
 
 
-def load_proxy_scorer(
+def load_proxy(
     mapper: str | Path | HybridAxialMapper,
     *,
     target: PreTrainedModel,
-    proxy: str | Path | PreTrainedModel | None = None,
-    revision: str | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    threads: int | None = None,
-) -> ProxyScorer:
-    """The scorer that a mapper describes.
+    proxy: str | Path | PreTrainedModel | None,
+    revision: str | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> tuple[PreTrainedModel, HybridAxialMapper, PreTrainedTokenizerBase | None]:
+    """Load what a mapper describes: the proxy, cut to its first layers; the mapper; and the proxy's tokenizer.
 
-    Args:
-        mapper: A Hub id, a folder, or a mapper, which is copied where it would have to change.
-        target: The model whose cache is to be pruned.
-        proxy: A folder, an id or a model in place of the one that the mapper's config names. A model may be
-            whole or cut to the layers that the mapper reads, and is taken to have the target's tokenizer.
-        revision: Of the mapper on the Hub.
-        device: Of a proxy that is loaded here; the target's by default. A proxy that is a model, or the target's own
-            layers, stays where it is. The mapper goes where the proxy is.
-        dtype: Of a proxy that is loaded here; the target's by default. The mapper computes in float32.
-        threads: CPU threads of the proxy's lane.
+    There is no tokenizer where the proxy is a model, or the target's own first layers.
 
-    Raises:
-        InvalidInputError: ``mapper`` holds no mapper, or one in another form than safetensors; torch cannot
-            compute on ``device``.
-        GeometryError: The mapper was made for another target or proxy.
-        UnsupportedModelError: The proxy is to be the first layers of a model whose weights are not plain.
-
-    Other weights of the same geometry than those it was trained with, another quantization or dtype say, are
-    a `ProxyKVWarning`.
+    See `ProxyScorer.from_pretrained` for the arguments and errors.
     """
     check_loaded(target)
     device = device_of(target) if device is None else usable_device(device)
@@ -91,13 +74,33 @@ def load_proxy_scorer(
                 f"the mapper was trained with other weights of the {what} (another fine-tune or quantization of the "
                 f"same geometry, or the same weights in another dtype than {model.dtype}): it keeps a little less well",
                 ProxyKVWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
     place = device_of(small)
     if loaded is mapper and (loaded.training or (loaded.device, loaded.dtype) != (place, torch.float32)):
         loaded = copy.deepcopy(loaded)  # `to` and `eval` would change the caller's
     nn.Module.to(loaded, device=place, dtype=torch.float32).eval()
-    return ProxyScorer(small, loaded, tokenizer=tokenizer, threads=threads)
+    return small, loaded, tokenizer
+
+
+def check_target(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
+    """Refuse a mapper that was trained for a target of another geometry.
+
+    Raises:
+        GeometryError: Naming what differs.
+    """
+    trained = f"the mapper was trained for {mapper.config.target_id}, another target than this"
+    check_geometry(mapper.config.target, geometry, trained)
+
+
+def check_proxy(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
+    """Refuse a mapper that was trained for a (whole) proxy of another geometry.
+
+    Raises:
+        GeometryError: Naming what differs.
+    """
+    trained = f"the mapper was trained for {mapper.config.proxy_id}, another proxy than this"
+    check_geometry(mapper.config.proxy, geometry, trained)
 
 
 def load_mapper(source: str | Path, revision: str | None = None) -> HybridAxialMapper:
@@ -194,7 +197,7 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
         UnsupportedModelError: They are not plain tensors on one device.
     """
     config = _cut(target.config, layers)
-    config._attn_implementation = config._attn_implementation.removeprefix(attention.PREFIX)  # a cache may be open
+    set_attention_name(config, own_attention_name(config))  # a cache may be open
     with init_empty_weights(include_buffers=False):  # buffers, of rotary embeddings say, are small and real
         model = AutoModel.from_config(config)
     wanted = set(model.state_dict())

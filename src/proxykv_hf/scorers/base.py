@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache.prompt import Prompt
 from ..geometry import ModelGeometry, device_of
-from ..proxy.lane import Lane
 
 
 @dataclass(frozen=True)
@@ -140,9 +139,12 @@ class ScorerRun:
 
 @runtime_checkable
 class OnLane(Protocol):
-    """A scorer that computes beside the target."""
+    """A scorer whose proxy computes beside the target."""
 
-    lane: Lane
+    @property
+    def shares_cpu(self) -> bool:
+        """Whether the proxy computes on the CPU threads that torch uses for everything else."""
+        ...
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ import contextlib
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..attention.reconstruction import repeat_length
 from ..errors import InvalidInputError, ProxyKVWarning
 from ..geometry import device_of, max_positions
-from ..proxy.lane import Job, Lane
+from ..proxy.lane import Job, Lane, cancellable
 from .base import ScorerRun, ScoringRequest, WholeCache
 
 
@@ -71,6 +71,11 @@ class LaneScorer:
             )
         return _LaneRun(self, request, rows)
 
+    @property
+    def shares_cpu(self) -> bool:
+        """See `scorers.base.OnLane`."""
+        return self.lane.threads is None and self.lane.device.type == "cpu"
+
     def tokenizer_for(self, request: ScoringRequest) -> PreTrainedTokenizerBase | None:
         """The proxy's; the target's where none was given, as for a proxy that is the target's own first layers."""
         return self.tokenizer if self.tokenizer is not None else request.tokenizer
@@ -88,7 +93,6 @@ class LaneScorer:
         context: tuple[int, int],
         request: ScoringRequest,
         use: LaneUse,
-        cancelled: Callable[[], bool],
     ) -> Tensor:
         """Scores of one row, `[L, H, n]`, on the lane.
 
@@ -97,7 +101,6 @@ class LaneScorer:
             context: What may be evicted.
             request: The whole request.
             use: To be told of time and memory.
-            cancelled: Whether to stop, by raising.
         """
         raise NotImplementedError
 
@@ -141,13 +144,12 @@ class _LaneRun(ScorerRun):
         scorer, request, rows, use = self._scorer, self._request, self._rows, self._use
         prompt = request.prompt
 
-        def work(cancelled: Callable[[], bool]) -> Tensor:
+        def work() -> Tensor:
             scores = request.blank_scores(device=scorer.proxy.device)
             use.bytes_scores = scores.nbytes
-            for row, ids in enumerate(rows):
-                scores[row, :, :, prompt.pads[row] :] = scorer.score_row(
-                    ids, prompt.contexts[row], request, use, cancelled
-                )
+            with cancellable(scorer.proxy):
+                for row, ids in enumerate(rows):
+                    scores[row, :, :, prompt.pads[row] :] = scorer.score_row(ids, prompt.contexts[row], request, use)
             return scores
 
         return scorer.lane.submit(work)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import GeometryError
-from ..geometry import ModelGeometry, check_geometry
 from ..proxy.features import proxy_features
+from ..proxy.loading import check_target, load_proxy
 from ..proxy.mapper import HybridAxialMapper
 from .base import ScorerRun, ScoringRequest
 from .on_lane import LaneScorer, LaneUse
@@ -50,6 +51,45 @@ class ProxyScorer(LaneScorer):
         self.mapper = mapper
         self.repeats = "reconstruction" in recipe.sources
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        mapper: str | Path | HybridAxialMapper,
+        *,
+        target: PreTrainedModel,
+        proxy: str | Path | PreTrainedModel | None = None,
+        revision: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        threads: int | None = None,
+    ) -> ProxyScorer:
+        """The scorer that a mapper describes: loads its proxy and checks that both fit the target.
+
+        Args:
+            mapper: A Hub id, a folder, or a mapper, which is copied if it would have to change.
+            target: The model whose cache is to be pruned.
+            proxy: A folder, an id or a model in place of the one that the mapper's config names. A model may be
+                whole or cut to the layers that the mapper reads, and is taken to have the target's tokenizer.
+            revision: The mapper's revision on the Hub.
+            device: Where a proxy that is loaded here computes; the target's device by default. A proxy that is a
+                model, or the target's own layers, stays where it is. The mapper goes where the proxy is.
+            dtype: The dtype of a proxy that is loaded here; the target's by default. The mapper computes in float32.
+            threads: CPU threads of the proxy's lane.
+
+        Raises:
+            InvalidInputError: ``mapper`` holds no mapper, or one in another form than safetensors; torch cannot
+                compute on ``device``.
+            GeometryError: The mapper was made for another target or proxy.
+            UnsupportedModelError: The proxy is to be the first layers of a model whose weights are not plain.
+
+        A `ProxyKVWarning` tells of other weights of the same geometry than those that the mapper was trained with
+        (another quantization or dtype, say).
+        """
+        small, loaded, tokenizer = load_proxy(
+            mapper, target=target, proxy=proxy, revision=revision, device=device, dtype=dtype
+        )
+        return cls(small, loaded, tokenizer=tokenizer, threads=threads)
+
     def begin(self, request: ScoringRequest) -> ScorerRun:
         """Launch the proxy and return at once.
 
@@ -67,7 +107,6 @@ class ProxyScorer(LaneScorer):
         context: tuple[int, int],
         request: ScoringRequest,
         use: LaneUse,
-        cancelled: Callable[[], bool],
     ) -> Tensor:
         """See `LaneScorer.score_row`."""
         with use.timed("proxy"):
@@ -77,30 +116,9 @@ class ProxyScorer(LaneScorer):
                 self.mapper.config.feature_recipe,
                 context=context,
                 tokenizer=self.tokenizer_for(request),
-                cancelled=cancelled,
                 holds=use.holds,
             )
         with use.timed("mapper"):
             scores: Tensor = self.mapper(features[None])[0]
         use.holds(features.nbytes + scores.nbytes)
         return scores
-
-
-def check_target(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
-    """Refuse a mapper that was trained for a target of another geometry.
-
-    Raises:
-        GeometryError: Naming what differs.
-    """
-    trained = f"the mapper was trained for {mapper.config.target_id}, another target than this"
-    check_geometry(mapper.config.target, geometry, trained)
-
-
-def check_proxy(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
-    """Refuse a mapper that was trained for a (whole) proxy of another geometry.
-
-    Raises:
-        GeometryError: Naming what differs.
-    """
-    trained = f"the mapper was trained for {mapper.config.proxy_id}, another proxy than this"
-    check_geometry(mapper.config.proxy, geometry, trained)

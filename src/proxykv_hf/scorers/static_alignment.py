@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .._compat import call_forward
 from ..attention.reconstruction import reconstruction_scores
 from ..errors import InvalidInputError
 from ..geometry import ModelGeometry
-from ..proxy.lane import Cancelled
 from .base import ScorerRun, ScoringRequest
 from .on_lane import LaneScorer, LaneUse
 
@@ -64,32 +63,18 @@ class StaticAlignmentScorer(LaneScorer):
         context: tuple[int, int],
         request: ScoringRequest,
         use: LaneUse,
-        cancelled: Callable[[], bool],
     ) -> Tensor:
         """See `LaneScorer.score_row`."""
         assert self.tokenizer is not None
         with use.timed("proxy"):
-            cache = _AskingCache(self.proxy.config, cancelled)
+            cache = DynamicCache(config=self.proxy.config)
             call_forward(self.proxy, input_ids=input_ids.to(self.proxy.device)[None], cache=cache, use_cache=True)
             layers: list[Any] = cache.layers
             states = [(layer.keys, layer.values) for layer in layers]
-            scores = reconstruction_scores(self.proxy, states, input_ids, context, self.tokenizer, cancelled=cancelled)
+            scores = reconstruction_scores(self.proxy, states, input_ids, context, self.tokenizer)
         aligned = align(scores, request.geometry, self._layers(request.geometry))
         use.holds(sum(keys.nbytes + values.nbytes for keys, values in states) + scores.nbytes + aligned.nbytes)
         return aligned
-
-
-class _AskingCache(DynamicCache):
-    """A plain cache that asks in each layer whether to go on."""
-
-    def __init__(self, config: PreTrainedConfig, cancelled: Callable[[], bool]) -> None:
-        super().__init__(config=config)
-        self._cancelled = cancelled
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self._cancelled():
-            raise Cancelled
-        return super().update(*args, **kwargs)
 
 
 def proportional_layers(proxy: ModelGeometry, target: ModelGeometry) -> list[int]:
