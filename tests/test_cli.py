@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from test_baselines import random_heads
-from test_proxy import make_mapper
+from heads import random_heads
 from tiny import tiny_model, tiny_tokenizer
+from tiny_mappers import make_mapper
 
 from proxykv_hf import HiddenStateScorer, ProxyPrunedCache, cli
 from proxykv_hf.chat import chat_affixes, encode

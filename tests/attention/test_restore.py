@@ -6,10 +6,9 @@ import gc
 
 import pytest
 import torch
-from test_proxy import make_mapper
+from model_state import snapshot
 from tiny import random_ids, random_scores, tiny_model, tiny_tokenizer
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from tiny_mappers import make_mapper
 
 from proxykv_hf import (
     CacheStateError,
@@ -26,22 +25,6 @@ from proxykv_hf.proxy.loading import SELF_PROXY, first_layers
 
 def policy(**kwargs):
     return RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0, **kwargs)
-
-
-def snapshot(model):
-    """All that a cache could have left behind on a model, and in transformers' registries."""
-    hooks = [name for name in vars(model) if name.endswith("hooks") or "hooks_" in name]
-    return {
-        "modules": [
-            (name, id(module), type(module), sorted(vars(module)), {h: dict(getattr(module, h)) for h in hooks})
-            for name, module in model.named_modules()
-        ],
-        "attention": [m.config._attn_implementation for m in model.modules() if hasattr(m, "config")],
-        "config": model.config.to_dict(),
-        "parameters": [(name, id(p), p._version, p.requires_grad) for name, p in model.named_parameters()],
-        "training": model.training,
-        "registries": [dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)],
-    }
 
 
 class Boom(Exception):

@@ -11,8 +11,8 @@ import decode_attention
 import gpu_check
 import pytest
 import torch
-from test_proxy import make_mapper
 from tiny import tiny_model, tiny_tokenizer
+from tiny_mappers import make_mapper
 
 from proxykv_hf import InvalidInputError, RetentionPolicy, SnapKVScorer, cli
 from proxykv_hf.bench import measure, meter

@@ -6,52 +6,15 @@ import sys
 
 import pytest
 import torch
-import transformers
+from families import NO_KV_HEADS, SMALL_GPT2, WORKING, make_family
 from reference import Reference, ReferenceRow, slow_selection
-from test_scorers import Watcher
 from tiny import random_ids
+from watcher import Watcher
 
 from proxykv_hf import FixedScorer, ProxyPrunedCache, RandomScorer, RetentionPolicy, UnsupportedModelError
 from proxykv_hf._compat import call_forward
 
 TOKENS = 30
-COMMON = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-NO_KV_HEADS = {k: v for k, v in COMMON.items() if k != "num_key_value_heads"}
-SMALL_GPT2 = {"vocab_size": 260, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
-SMALL_MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-
-
-def make(name, common=COMMON, model=None, **kwargs):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**common | kwargs)
-    return getattr(transformers, model or f"{name}ForCausalLM")(config).eval()
-
-
-WORKING = {
-    "phi3": lambda: make("Phi3"),
-    "olmo2": lambda: make("Olmo2"),
-    "cohere": lambda: make("Cohere"),
-    "cohere2": lambda: make("Cohere2", sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
-    "granite": lambda: make("Granite"),
-    "gpt-neox": lambda: make("GPTNeoX", NO_KV_HEADS),
-    "gpt2": lambda: make("GPT2", SMALL_GPT2, "GPT2LMHeadModel"),
-    "qwen3-moe": lambda: make("Qwen3Moe", **SMALL_MOE),
-    "falcon": lambda: make("Falcon", NO_KV_HEADS, num_kv_heads=2, new_decoder_architecture=True),
-    "falcon-mqa": lambda: make("Falcon", NO_KV_HEADS),
-}
-
-
 #: The second is Falcon's before 5.25, whose config does not say that its heads share one K and V.
 OWN_WAY = "computes attention in its own way|expected 4 KV heads as the config says, got 1"
 
@@ -114,13 +77,13 @@ def test_observers_are_shown_the_hidden_states_of_other_families(name):
 )
 def test_what_cannot_be_pruned_is_refused_in_plain_words(name, message):
     model = {
-        "falcon-alibi": lambda: make("Falcon", NO_KV_HEADS, alibi=True),
-        "bloom": lambda: make("Bloom", {"vocab_size": 260, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-        "gpt-oss": lambda: make("GptOss", num_local_experts=2, num_experts_per_tok=1, head_dim=8),
-        "diffllama": lambda: make("DiffLlama"),
-        "doge": lambda: make("Doge", keep_window_size=8),
-        "openai-gpt": lambda: make("OpenAIGPT", SMALL_GPT2 | {"afn": "gelu"}, "OpenAIGPTLMHeadModel"),
-        "qwen3-next": lambda: make("Qwen3Next"),
+        "falcon-alibi": lambda: make_family("Falcon", NO_KV_HEADS, alibi=True),
+        "bloom": lambda: make_family("Bloom", {"vocab_size": 260, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        "gpt-oss": lambda: make_family("GptOss", num_local_experts=2, num_experts_per_tok=1, head_dim=8),
+        "diffllama": lambda: make_family("DiffLlama"),
+        "doge": lambda: make_family("Doge", keep_window_size=8),
+        "openai-gpt": lambda: make_family("OpenAIGPT", SMALL_GPT2 | {"afn": "gelu"}, "OpenAIGPTLMHeadModel"),
+        "qwen3-next": lambda: make_family("Qwen3Next"),
     }[name]()
 
     def prefill():

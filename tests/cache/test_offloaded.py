@@ -6,23 +6,12 @@ import warnings
 
 import pytest
 import torch
-from test_proxy import make_mapper
-from tiny import random_ids, random_scores, tiny_model, tiny_tokenizer
+from every_scorer import SCORERS
+from tiny import random_ids, random_scores, tiny_model
+from tiny_mappers import make_mapper
 from transformers import AutoModelForCausalLM
 
-from proxykv_hf import (
-    ExpectedAttentionScorer,
-    FixedScorer,
-    H2OScorer,
-    HeadPriorScorer,
-    KVzipScorer,
-    ProxyPrunedCache,
-    RandomScorer,
-    RetentionPolicy,
-    SnapKVScorer,
-    StreamingLLMScorer,
-    UnsupportedModelError,
-)
+from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy, UnsupportedModelError
 from proxykv_hf._compat import call_forward
 from proxykv_hf.geometry import device_of, weights_fingerprint
 from proxykv_hf.proxy.loading import SELF_PROXY, first_layers, load_proxy_scorer
@@ -63,22 +52,11 @@ def test_it_prefills_saves_and_loads_as_a_model_in_memory_does(offloaded, tmp_pa
                 torch.testing.assert_close(logits, expected)
 
 
-SCORERS = {
-    "kvzip": lambda: KVzipScorer(tiny_tokenizer()),
-    "snapkv": SnapKVScorer,
-    "h2o": H2OScorer,
-    "streaming_llm": StreamingLLMScorer,
-    "expected_attention": ExpectedAttentionScorer,
-    "head_prior": lambda: HeadPriorScorer(random_scores(tiny_model(), 1, 1)[0, :, :, 0]),
-    "random": RandomScorer,
-}
-
-
 @pytest.mark.parametrize("name", SCORERS)
 def test_every_scorer_rates_it_as_a_model_in_memory(offloaded, name):
     ids, scores = random_ids(1, TOKENS), []
     for target in (tiny_model(), offloaded):
-        with ProxyPrunedCache(target, SCORERS[name](), POLICY, strict=True) as cache:
+        with ProxyPrunedCache(target, SCORERS[name](target), POLICY, strict=True) as cache:
             scores += cache.prefill(ids, prune=False).values()
     torch.testing.assert_close(scores[1], scores[0])
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_baselines import OBSERVERS
-from test_mapper import random_mapper
-from test_offloaded import SCORERS
-from test_proxy import make_mapper
+from every_scorer import SCORERS
+from heads import random_heads
 from tiny import random_ids, tiny_model, tiny_tokenizer
+from tiny_mappers import make_mapper, random_mapper
 
 from proxykv_hf import FeatureRecipe, ProxyPrunedCache, ProxyScorer, RetentionPolicy, StaticAlignmentScorer
 from proxykv_hf._compat import call_forward
@@ -26,8 +25,7 @@ def proxykv(target):
     return ProxyScorer(proxy, make_mapper(target, proxy, recipe), tokenizer=tiny_tokenizer())
 
 
-ALL = OBSERVERS | {name: lambda model, make=make: make() for name, make in SCORERS.items() if name not in OBSERVERS}
-ALL |= {
+ALL = SCORERS | {
     "proxykv": proxykv,
     "static_alignment": lambda model: StaticAlignmentScorer(tiny_model("qwen2", 1).model, tiny_tokenizer()),
 }
@@ -66,7 +64,7 @@ def test_scores_that_are_made_under_autocast_are_those_made_without(name):
 
 
 def test_hidden_state_heads_and_moments_compute_in_float32_under_autocast():
-    heads, states = OBSERVERS["hidden_state"](tiny_model()).heads, torch.randn(2, 9, tiny_model().config.hidden_size)
+    heads, states = random_heads(tiny_model()), torch.randn(2, 9, tiny_model().config.hidden_size)
     expected = heads.predict(1, states), Moments.of(states[0]) + Moments.of(states[1] + 1)
     with torch.autocast("cpu", torch.bfloat16):
         found = heads.predict(1, states), Moments.of(states[0]) + Moments.of(states[1] + 1)

@@ -12,46 +12,17 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tiny_mappers import FULL, MIXED, TINY, mapper_config, random_mapper
 from torch.nn import functional
 from transformers import modeling_utils
 
-from proxykv_hf import GeometryError, InvalidInputError, ModelGeometry, ProxyKVWarning
+from proxykv_hf import GeometryError, InvalidInputError, ProxyKVWarning
 from proxykv_hf.proxy import mapper
 from proxykv_hf.proxy.features import FeatureRecipe
 from proxykv_hf.proxy.loading import load_mapper
 from proxykv_hf.proxy.mapper import HybridAxialMapper, HybridAxialMapperConfig
 
 SHIPPED = Path(__file__).resolve().parents[2] / "mappers" / "qwen2.5-coder"
-FULL = ModelGeometry(3, 2, 4, 16, (None, None, None))
-MIXED = ModelGeometry(4, 3, 6, 16, (None, 32, None, 32))
-TINY = {"bottleneck": 12, "head_tokens": 3, "width": 16, "encoder_heads": 2, "window": 32, "overlap": 8}
-
-
-def config(geometry=FULL, channels=7, **sizes):
-    return HybridAxialMapperConfig(
-        target_geometry=geometry.to_dict(),
-        proxy_geometry=FULL.to_dict(),
-        target_id="org/large",
-        proxy_id="org/small",
-        proxy_revision="main",
-        proxy_weights="0123456789abcdef",
-        features=FeatureRecipe(("hidden",), 3, (2, 1)).to_dict(),
-        channels=channels,
-        training={"steps": 3, "ratios": (0.1, 0.2)},
-        **{**TINY, **sizes},
-    )
-
-
-def random_mapper(geometry=FULL, channels=7, **sizes):
-    """Every parameter far from its start, so that nothing is right by being zero."""
-    torch.manual_seed(0)
-    model = HybridAxialMapper(config(geometry, channels, **sizes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    model.set_channel_statistics(torch.randn(channels), torch.rand(channels) + 0.5)
-    model.heads.output.data.add_(torch.randn_like(model.heads.output))
-    return model
 
 
 @torch.no_grad()
@@ -126,7 +97,7 @@ def test_scores_are_float32_and_sliding_rows_are_zero():
 def test_windows_equal_one_window_away_from_seams():
     torch.manual_seed(0)
     sizes = {name: getattr(HybridAxialMapperConfig(), name) for name in TINY}
-    model = HybridAxialMapper(config(channels=20, **sizes)).eval()
+    model = HybridAxialMapper(mapper_config(channels=20, **sizes)).eval()
     features = torch.randn(1, 20, 1300)
     windowed = model(features)
     model.config.window, spans = 1300, mapper._windows(1300, 512, 64)
@@ -202,7 +173,7 @@ def test_a_seam_does_not_depend_on_time_blocks(monkeypatch):
 
 
 def test_a_fresh_mapper_answers_the_head_prior():
-    model = HybridAxialMapper(config(MIXED)).eval()
+    model = HybridAxialMapper(mapper_config(MIXED)).eval()
     prior = torch.randn(2, 3)
     model.set_head_prior(prior)
     expected = torch.zeros(4, 3)
@@ -287,7 +258,7 @@ def test_a_damaged_mapper_is_refused(tmp_path, damage, message):
 
 
 def test_a_config_survives_json(tmp_path):
-    before = config(MIXED)
+    before = mapper_config(MIXED)
     before.save_pretrained(tmp_path)
     for after in (
         HybridAxialMapperConfig.from_pretrained(tmp_path),
@@ -363,7 +334,7 @@ def test_a_wrong_prior_says_what_is_wrong():
 )
 def test_wrong_sizes_say_what_is_wrong(sizes, message):
     with pytest.raises(InvalidInputError, match=message):
-        config(**sizes)
+        mapper_config(**sizes)
 
 
 def test_an_empty_config_is_one_but_makes_no_mapper():
@@ -375,4 +346,4 @@ def test_an_empty_config_is_one_but_makes_no_mapper():
 
 def test_a_newer_format_warns():
     with pytest.warns(ProxyKVWarning, match="format 2"):
-        config(mapper_version=2)
+        mapper_config(mapper_version=2)

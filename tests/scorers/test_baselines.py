@@ -7,25 +7,23 @@ import math
 
 import pytest
 import torch
-from test_architectures import WORKING
-from test_restore import snapshot
-from test_scorers import attentions
+from every_scorer import OBSERVERS
+from families import WORKING
+from model_state import snapshot
 from tiny import pad_left, random_ids, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention
+from whole_attention import attentions
 
 from proxykv_hf import (
     ExpectedAttentionScorer,
     H2OScorer,
-    HiddenStateHeads,
-    HiddenStateScorer,
     InvalidInputError,
     ModelGeometry,
     ProxyPrunedCache,
     RandomScorer,
     RetentionPolicy,
     Scorer,
-    SnapKVScorer,
     StreamingLLMScorer,
     UnsupportedModelError,
 )
@@ -41,23 +39,6 @@ from proxykv_hf.scorers.snapkv import window_scores
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 MODELS = [("llama", 1), ("qwen2", 7), ("qwen3", 3), ("gemma3", 2)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def random_heads(model):
-    """Hidden-state heads with random weights."""
-    geometry = ModelGeometry.from_config(model.config)
-    heads = (geometry.num_layers, geometry.num_key_value_heads)
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(*heads, model.config.hidden_size, generator=generator)
-    return HiddenStateHeads(weights, torch.randn(heads, generator=generator), geometry)
-
-
-OBSERVERS = {
-    "snapkv": lambda model: SnapKVScorer(8),
-    "h2o": lambda model: H2OScorer(),
-    "expected_attention": lambda model: ExpectedAttentionScorer(32),
-    "hidden_state": lambda model: HiddenStateScorer(random_heads(model)),
-}
 
 
 class Spy:

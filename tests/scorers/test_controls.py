@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_scorers import kvzip_twin
 from tiny import pad_left, random_ids, tiny_model, tiny_tokenizer
+from whole_attention import kvzip_twin
 
 from proxykv_hf import (
     GeometryError,

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import train_hidden_state
+from heads import random_heads
 from taught import DOCUMENTS, make_home
 from tiny import random_ids, tiny_model
 from transformers import AutoModelForCausalLM
 
 from proxykv_hf import (
     GeometryError,
-    HiddenStateHeads,
     HiddenStateScorer,
     InvalidInputError,
     ModelGeometry,
@@ -40,14 +40,6 @@ from proxykv_hf.training.shards import load_shards
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 
 
-def make_heads(model, seed=0, **kwargs):
-    geometry = ModelGeometry.from_config(model.config)
-    heads = (geometry.num_layers, geometry.num_key_value_heads)
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.randn(*heads, model.config.hidden_size, generator=generator)
-    return HiddenStateHeads(weights, torch.randn(heads, generator=generator), geometry, **kwargs)
-
-
 def attention_inputs(model, ids):
     """By layer, `[n, hidden]`: the normalised states, from the states between the layers."""
     states = model.model(ids, output_hidden_states=True).hidden_states
@@ -67,7 +59,7 @@ def target(home):
 @pytest.mark.parametrize(("kind", "group"), [("llama", 1), ("qwen2", 7), ("qwen3", 3), ("gemma3", 2)])
 def test_scores_are_lines_on_what_enters_the_attention(kind, group):
     model = tiny_model(kind, group)
-    heads, ids = make_heads(model), random_ids(1, 21)
+    heads, ids = random_heads(model), random_ids(1, 21)
     with ProxyPrunedCache(model, HiddenStateScorer(heads), POLICY, strict=True) as cache:
         ours = cache.prefill(ids, prune=False)["hidden_state"][0]
     for layer in heads.geometry.full_layers:
@@ -179,7 +171,7 @@ def test_training_leaves_sliding_windows_out(home):
 def test_saved_heads_come_back(tmp_path):
     model = tiny_model()
     training = {"summary": "a little", "strengths": [0.1] * 3}
-    heads = make_heads(
+    heads = random_heads(
         model,
         target_id="org/tiny",
         target_weights=weights_fingerprint(model),
@@ -198,7 +190,7 @@ def test_saved_heads_come_back(tmp_path):
 def test_heads_of_another_target_are_refused_and_other_weights_are_a_warning(tmp_path):
     model, other, deeper = tiny_model(), tiny_model(), tiny_model(layers=4)
     torch.nn.init.ones_(other.model.layers[1].mlp.up_proj.weight)
-    make_heads(model, target_id="org/tiny", target_weights=weights_fingerprint(model)).save_pretrained(tmp_path)
+    random_heads(model, target_id="org/tiny", target_weights=weights_fingerprint(model)).save_pretrained(tmp_path)
     with pytest.warns(ProxyKVWarning, match="trained with other weights of the target"):
         HiddenStateScorer.from_pretrained(tmp_path, target=other)
     words = "trained for org/tiny, another target than this: expected num_layers=3.*got num_layers=4"
@@ -213,7 +205,7 @@ def test_heads_of_another_target_are_refused_and_other_weights_are_a_warning(tmp
 
 def test_heads_of_another_width_are_refused(tmp_path):
     model = tiny_model()
-    heads = make_heads(model)
+    heads = random_heads(model)
     narrow = dataclasses.replace(heads, weights=heads.weights[..., :-1])
     words = "another target than this: expected hidden_size=31, got hidden_size=32"
     with ProxyPrunedCache(model, HiddenStateScorer(narrow), POLICY) as cache:
@@ -239,14 +231,14 @@ def test_heads_of_another_width_are_refused(tmp_path):
     ],
 )
 def test_a_folder_that_holds_no_heads_is_refused(tmp_path, damage, words):
-    make_heads(tiny_model()).save_pretrained(tmp_path)
+    random_heads(tiny_model()).save_pretrained(tmp_path)
     damage(tmp_path)
     with pytest.raises(InvalidInputError, match=f"expected a folder of hidden-state heads.*{words}"):
         HiddenStateScorer.from_pretrained(tmp_path)
 
 
 def test_heads_of_a_newer_format_warn(tmp_path):
-    make_heads(tiny_model()).save_pretrained(tmp_path)
+    random_heads(tiny_model()).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"version": 2, "later": True}))
     with pytest.warns(ProxyKVWarning, match="format 2, newer than 1"):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from tiny import pad_left, random_ids, random_scores, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
+from watcher import Watcher
+from whole_attention import attentions, kvzip_twin
 
 from proxykv_hf import (
     FixedScorer,
@@ -15,11 +17,10 @@ from proxykv_hf import (
     RandomScorer,
     RetentionPolicy,
     Scorer,
-    ScorerRun,
     SnapKVScorer,
 )
 from proxykv_hf._compat import call_forward
-from proxykv_hf.chat import chat_affixes, encode
+from proxykv_hf.chat import chat_affixes
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 TOKENIZER = tiny_tokenizer()
@@ -28,44 +29,6 @@ TOKENIZER = tiny_tokenizer()
 def scores_of(model, scorer, ids, mask=None, **kwargs):
     with ProxyPrunedCache(model, scorer, POLICY, tokenizer=TOKENIZER) as cache:
         return cache.prefill(ids, mask, prune=False, **kwargs)[scorer.name]
-
-
-def attentions(model, ids, past=None):
-    """Whole attention matrices `[Q, q, N]` of each layer, from an eager forward."""
-    backend = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    out = call_forward(model, input_ids=ids, cache=past or DynamicCache(config=model.config), output_attentions=True)
-    model.set_attn_implementation(backend)
-    return [weights[0] for weights in out.attentions]
-
-
-WORDS = (
-    "\n\nRepeat the previous context exactly.",
-    "\n\nRepeat the part of the previous context exactly, starting with",
-)
-
-
-def kvzip_twin(model, prompt, context, chunk_tokens, sinks=4, words=WORDS):
-    """The paper's recipe, chunk by chunk, by renormalising whole attention matrices."""
-    start, stop = context
-    suffix = encode(TOKENIZER, chat_affixes(TOKENIZER)[1])
-    heads = model.config.num_key_value_heads
-    scores = torch.zeros(model.config.num_hidden_layers, heads, len(prompt))
-    for first in range(start, stop, chunk_tokens):
-        last = min(first + chunk_tokens, stop)
-        if first == start:
-            ask = encode(TOKENIZER, words[0])
-        else:
-            ask = encode(TOKENIZER, words[1])
-            ask += prompt[max(start, first - 8) : first]
-        repeat = ask + suffix + prompt[first:last]
-        matrices = attentions(model, torch.tensor([prompt + repeat]))
-        for layer, weights in enumerate(matrices):
-            own = weights[:, len(prompt) :]
-            seen = [*range(min(sinks, first)), *range(first, last), *range(len(prompt), len(prompt) + len(repeat))]
-            share = own[:, :, first:last] / own[:, :, seen].sum(-1, keepdim=True)
-            scores[layer, :, first:last] = share.unflatten(0, (heads, -1)).amax(dim=(1, 2))
-    return scores
 
 
 @pytest.mark.parametrize("context", [(0, 60), (2, 60), (9, 50)])
@@ -86,7 +49,7 @@ def test_kvzip_can_ask_in_other_words():
     model, ids, words = tiny_model(), random_ids(1, 60), ("\n\nAgain:", "\n\nAgain, from")
     ours = scores_of(model, KVzipScorer(chunk_tokens=40, prompts=words), ids)
     torch.testing.assert_close(
-        ours[0], kvzip_twin(model, ids[0].tolist(), (0, 60), 40, words=words), atol=1e-4, rtol=1e-4
+        ours[0], kvzip_twin(model, ids[0].tolist(), (0, 60), 40, prompts=words), atol=1e-4, rtol=1e-4
     )
     assert not torch.allclose(ours, scores_of(model, KVzipScorer(chunk_tokens=40), ids), atol=1e-3)
 
@@ -170,35 +133,6 @@ def test_random_scores_depend_on_seed_and_tokens_not_on_the_batch():
     assert torch.equal(batch[1, :, :, 10:], solo[0])
     assert not torch.equal(scores_of(model, RandomScorer(4), rows[1][None]), solo)
     assert not torch.equal(batch[0, :, :, 10:], solo[0])
-
-
-class Watcher:
-    """A scorer that keeps all it is shown."""
-
-    name = "watcher"
-    observes = True
-
-    def __init__(self, scores):
-        self.scores, self.shown, self.events = scores, [], []
-
-    def begin(self, request):
-        watcher = self
-        watcher.events.append("begin")
-
-        class Run(ScorerRun):
-            def observe(self, observation):
-                watcher.shown.append(observation)
-
-            def finish(self, cache):
-                watcher.events.append("finish")
-                self.seconds["proxy"] = 1.5
-                self.devices["proxy"] = "abacus"
-                return watcher.scores
-
-            def cancel(self):
-                watcher.events.append("cancel")
-
-        return Run()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

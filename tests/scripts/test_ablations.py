@@ -11,8 +11,8 @@ import teacher_ceiling
 import torch
 from ablated_mappers import LinearPathAlone, NeighbourMLP, NoEncoder, NoLinearPath, StaticHeadMap
 from taught import settings
-from test_mapper import MIXED, config
 from tiny import random_ids, tiny_model, tiny_tokenizer
+from tiny_mappers import MIXED, mapper_config
 
 from proxykv_hf import FeatureRecipe, HybridAxialMapper
 from proxykv_hf.attention.reconstruction import PROMPTS
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 def far_mapper(kind):
     """Of a kind, every parameter that it trains far from its start."""
     torch.manual_seed(0)
-    mapper = kind(config(MIXED)).eval()
+    mapper = kind(mapper_config(MIXED)).eval()
     for parameter in mapper.parameters():
         if parameter.requires_grad:
             parameter.data.add_(0.3 * torch.randn_like(parameter))

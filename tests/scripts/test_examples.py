@@ -11,8 +11,8 @@ import pytest
 import torch
 import training_text
 from reference import Reference, ReferenceRow
-from test_proxy import make_mapper
 from tiny import random_ids, tiny_model, tiny_tokenizer
+from tiny_mappers import make_mapper
 
 from proxykv_hf import (
     FixedScorer,

@@ -7,7 +7,7 @@ import itertools
 import mapper_scaling
 import pytest
 import torch
-from test_mapper import random_mapper
+from tiny_mappers import random_mapper
 
 from proxykv_hf.proxy import mapper
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import gzip
 import random
 import re
-from pathlib import Path
 
 import hidden_facts
 import pytest
+from module_text import string_constants
 from texts import write_texts
 
 from proxykv_hf import InvalidInputError, ProxyKVWarning
@@ -84,20 +83,11 @@ def test_a_files_side_does_not_hang_on_where_its_folder_is_or_how_it_is_packed(f
     assert len(Corpus([tmp_path / "others"], split="held_out").sources["others"]) == len(held_out)
 
 
-def constants(module) -> list[str]:
-    """All string constants of a module but its docstrings, fields of templates cut out."""
-    tree = ast.parse(Path(module.__file__).read_text())
-    docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if hasattr(node, "body")
-                  and isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)}  # fmt: skip
-    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return [part for value in values if value not in docstrings for part in re.split(r"\{.*?\}", value)]
-
-
 def test_evaluation_uses_no_wording_of_the_generated_material():
     def runs(module):
         """All three words in a row."""
         found = set()
-        for text in constants(module):
+        for text in string_constants(module):
             words = re.findall(r"[a-z']+", text.lower())
             found |= set(zip(words, words[1:], words[2:], strict=False))
         return found
@@ -106,7 +96,7 @@ def test_evaluation_uses_no_wording_of_the_generated_material():
     assert ("remember", "that", "the") in runs(generated)
     assert not runs(hidden_facts) & runs(generated)
     names = set(hidden_facts._ADJECTIVES + hidden_facts._NOUNS)
-    assert not names & {word for text in constants(generated) for word in text.split()}
+    assert not names & {word for text in string_constants(generated) for word in text.split()}
 
 
 def test_strewing_loses_nothing():

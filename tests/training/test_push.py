@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub
 import pytest
-from test_proxy import make_mapper
 from tiny import tiny_model
+from tiny_mappers import make_mapper
 
 from proxykv_hf import InvalidInputError, cli
 from proxykv_hf.proxy.card import mapper_card
