@@ -54,7 +54,7 @@ def test_a_file_that_is_no_text_is_named(capsys, tmp_path):
     path.write_bytes(b"\x89PNG\xff\xfe")
     code, error = run(capsys, str(path))
     assert code == 2
-    assert f"expected text in UTF-8, but {path} is none" in error
+    assert f"expected text in UTF-8, but {path} is not" in error
 
 
 def test_an_unknown_target_shows_the_short_names(capsys, tmp_path):

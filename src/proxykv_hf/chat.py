@@ -1,4 +1,4 @@
-"""What a chat template puts around a user's text."""
+"""The text that a chat template puts around a user's message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MARK = "\x02user text\x02"
 
 
 def chat_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The text before and after a user's turn, the start of the answer included.
+    """The text that the chat template puts before and after a user's message, up to where the answer begins.
 
     Without a chat template: the BOS token, if the tokenizer adds one, and a line break.
     """
@@ -23,5 +23,5 @@ def chat_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of ``text`` alone, no special tokens added."""
+    """The token ids of ``text``, without special tokens."""
     return list(tokenizer(text, add_special_tokens=False).input_ids)

@@ -15,7 +15,7 @@ COMMANDS = ("generate", "teacher", "train", "evaluate", "report", "kept", "bench
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 0, or 2 after an error that was the input's fault."""
+    """Run a command and return the exit status: 0, or 2 after an error that the input caused."""
     parser = argparse.ArgumentParser(prog="proxykv", description="Truly smaller KV caches for transformers.")
     parser.add_argument("--version", action="version", version=f"proxykv-hf {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,4 +1,4 @@
-"""The exception tree: every error is a `ProxyKVError` and also the built-in that it resembles."""
+"""The exceptions. Each error is a `ProxyKVError` and also the built-in exception that it is closest to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class ProxyKVError(Exception):
 
 
 class InvalidPolicyError(ProxyKVError, ValueError):
-    """A retention policy that cannot be met: a ratio outside (0, 1], both budgets or neither, …"""
+    """An invalid retention policy: a ratio outside (0, 1], both budgets or neither, …"""
 
 
 class InvalidInputError(ProxyKVError, ValueError):
@@ -16,24 +16,24 @@ class InvalidInputError(ProxyKVError, ValueError):
 
 
 class GeometryError(ProxyKVError, ValueError):
-    """Scores, a saved cache or a mapper made for other layers, heads or sizes than the target's."""
+    """Scores, a saved cache, a mapper or heads that were made for other layers, heads or sizes than the target's."""
 
 
 class UnsupportedModelError(ProxyKVError, TypeError):
-    """A model without a prunable KV cache, or one whose attention cannot be reached."""
+    """A model without a KV cache that can be pruned, or one whose attention this package cannot reach."""
 
 
 class ScoringError(ProxyKVError, RuntimeError):
-    """A scorer failed, or gave scores of a wrong shape or with NaN."""
+    """A scorer failed or returned scores of a wrong shape or with NaN, or a training loss is not finite."""
 
 
 class CacheStateError(ProxyKVError, RuntimeError):
-    """A call that the cache's state does not allow: after ``close()``, into the pruned part, …"""
+    """A call that the state of the cache does not allow: after ``close()``, a crop into the pruned part, …"""
 
 
 class ShardError(ProxyKVError, ValueError):
-    """A teacher's scores on disk that are cut short, altered, or of another target, recipe or corpus."""
+    """A teacher's scores on disk that are cut short, altered, or made from another target, recipe or corpus."""
 
 
 class ProxyKVWarning(UserWarning):
-    """Something was not done as asked, and the output is still right: say, an uncompressed cache."""
+    """Something was not done as requested, but the output is still correct: the cache is not pruned, for example."""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes: a file is complete, or it is not there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """The file, or where it leads if it is a link, appears whole or, with a full disk say, stays what it was."""
+    """Write a file atomically. If the write fails, for example on a full disk, the old file stays as it was.
+
+    If ``path`` is a symbolic link, the file that the link leads to is replaced.
+    """
     place = path.resolve()
     temporary = place.with_name(f".{place.name}-{os.getpid()}")
     try:
@@ -18,6 +21,6 @@ def write_whole(path: Path, data: bytes) -> None:
         os.replace(temporary, place)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # a full disk does not say where
+        if isinstance(error, OSError):  # the error of a full disk does not name the file
             error.filename = str(path)
         raise

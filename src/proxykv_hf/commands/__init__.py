@@ -1,1 +1,1 @@
-"""What ``proxykv`` can do, a file for each command; see `cli`."""
+"""The commands of ``proxykv``, one module for each; `cli` runs them."""

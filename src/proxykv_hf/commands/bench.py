@@ -25,33 +25,38 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure seconds and bytes of prefill, prune and decoding",
-        description="Measure methods side by side: seconds until the prompt is pruned, decoded tokens a second, bytes.",
+        description="Measure methods side by side: seconds until the prompt's cache is pruned, tokens decoded per "
+        "second, and bytes.",
     )
     add_target(parser)
     sources.add_sources(parser)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024], metavar="N", help="prompts' tokens")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[512, 1024], metavar="N", help="prompt lengths in tokens"
+    )
     parser.add_argument(
         "--methods",
         nargs="+",
         metavar="METHOD",
-        help=f"some of {', '.join(METHODS)} (default: full kvzip snapkv, and proxykv with --mapper, hidden_state with "
-        "--hidden-state)",
+        help=f"some of {', '.join(METHODS)} (default: full kvzip snapkv, also proxykv with --mapper, and hidden_state "
+        "with --hidden-state)",
     )
     parser.add_argument("--retention-ratio", type=float, default=0.3, help="share of KV pairs kept (default: 0.3)")
     parser.add_argument("--allocation", choices=("global", "uniform"), default="global")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each method at each length (default: 3)")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens decoded after each prompt (default: 32)")
-    parser.add_argument("--threads", type=int, help="CPU threads of the target")
-    parser.add_argument("--proxy-threads", type=int, help="CPU threads of the proxy's lane")
+    parser.add_argument("--threads", type=int, help="CPU threads for the target")
+    parser.add_argument("--proxy-threads", type=int, help="CPU threads for the lane, where the proxy runs")
     add_device_and_dtype(parser)
-    parser.add_argument("--text", type=Path, help="a file whose start is the prompt (default: made-up records)")
-    parser.add_argument("--out", type=Path, required=True, help="JSON with all rows; written after every repeat")
-    parser.add_argument("--plot", type=Path, help="a PNG (wants the extra 'plot')")
+    parser.add_argument(
+        "--text", type=Path, help="a file whose first tokens are the prompt (default: generated records)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="a JSON file for all rows, written after every repeat")
+    parser.add_argument("--plot", type=Path, help="also draw a PNG (needs the extra 'plot')")
     parser.set_defaults(run=run)
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    """The plan, once all is checked that needs no model."""
+    """Check everything that can be checked without a model, and return the plan."""
     policy = RetentionPolicy(arguments.retention_ratio, allocation=arguments.allocation, sink_tokens=0, recent_tokens=0)
     names = arguments.methods or ["full", "kvzip", "snapkv", *sources.methods_of(arguments)]
     plan = Plan(tuple(names), tuple(arguments.lengths), policy, arguments.repeats, arguments.new_tokens)

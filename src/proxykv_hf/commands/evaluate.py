@@ -34,29 +34,32 @@ from ..geometry import device_of, weights_fingerprint
 from .models import add_device_and_dtype, add_target, optional, public_name
 from .sources import add_sources, check, load_sources, methods_of
 
-#: Of a task's context, where nothing else is asked for.
+#: The default length of a context of ``--tasks``, in tokens.
 TOKENS = 1024
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate",
-        help="measure what each method still answers at each budget",
-        description="One prefill per document, pruned by every method to every ratio, then all its questions; a JSON "
-        "line for each answer. A run that was stopped goes on where it was, and what is asked for later is added.",
+        help="measure how well each method still answers at each budget",
+        description="Prefill each document once, prune the cache with every method at every ratio, and ask all "
+        "questions about the document. Each answer is a JSON line in --out. A run that was stopped continues where it "
+        "stopped. A later run with other methods, ratios, tasks or examples adds its answers to the same file.",
     )
     add_target(parser)
     add_sources(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--tasks", nargs="+", metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
-    source.add_argument("--data", type=Path, metavar="FILE", help="instead: examples from a file")
-    parser.add_argument("--format", choices=FORMATS, help="of --data (default: proxykv, our own)")
+    source.add_argument("--tasks", nargs="+", metavar="TASK", help=f'"all", or some of {", ".join(TASKS)}')
+    source.add_argument("--data", type=Path, metavar="FILE", help="a file of examples, in place of --tasks")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="format of --data (default: proxykv, the format of this package)"
+    )
     parser.add_argument(
         "--methods",
         nargs="+",
         metavar="METHOD",
-        help=f"some of {', '.join(METHODS)}, one with ratios of its own as in snapkv=0.1,0.2; the full cache is run in "
-        "any case (default: kvzip snapkv random, and before them proxykv with --mapper, hidden_state with "
+        help=f"some of {', '.join(METHODS)}; a method may have its own ratios, as in snapkv=0.1,0.2; the full cache is "
+        "always run too (default: kvzip snapkv random, and before them proxykv with --mapper and hidden_state with "
         "--hidden-state)",
     )
     parser.add_argument(
@@ -64,26 +67,39 @@ def add_parser(commands: Any) -> None:
         type=float,
         nargs="+",
         metavar="RATIO",
-        help="shares of KV pairs kept, of methods without ratios of their own (default: 0.1 0.2 0.3)",
+        help="shares of KV pairs kept, for the methods without ratios of their own (default: 0.1 0.2 0.3)",
     )
-    parser.add_argument("--tokens", type=int, help="length of a context of --tasks (default: 1024)")
-    parser.add_argument("--examples", type=int, help="of each task (default: 10, of --data all)")
-    parser.add_argument("--questions", type=int, help="of each example, at most (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="other examples, and random scores, for every seed")
+    parser.add_argument("--tokens", type=int, help="length of a context of --tasks, in tokens (default: 1024)")
+    parser.add_argument("--examples", type=int, help="examples of each task (default: 10; with --data, all)")
+    parser.add_argument("--questions", type=int, help="most questions asked about each example (default: all)")
     parser.add_argument(
-        "--allocation", choices=ALLOCATIONS, default="native", help="of the budget (default: native, each method's own)"
+        "--seed", type=int, default=0, help="seed of the examples of --tasks and of random scores (default: 0)"
+    )
+    parser.add_argument(
+        "--allocation",
+        choices=ALLOCATIONS,
+        default="native",
+        help="how the budget is allocated to heads (default: native, each method's own way)",
     )
     parser.add_argument(
         "--query-aware",
         action="store_true",
-        help="the prompt that is prefilled, scored and pruned goes on to the question's end; the question is kept",
+        help="prefill, score and prune the context together with the question; the question itself is kept",
     )
     add_device_and_dtype(parser)
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="of one forward over questions (default: 4096)")
     parser.add_argument(
-        "--redo", nargs="+", default=[], metavar="METHOD", help="of --methods: drop all of their rows in --out first"
+        "--batch-tokens", type=int, default=4096, help="most tokens in one forward over questions (default: 4096)"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines; `proxykv report` reads it")
+    parser.add_argument(
+        "--redo",
+        nargs="+",
+        default=[],
+        metavar="METHOD",
+        help="some of --methods: delete all their rows in --out first, and run them again",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="a file of JSON lines; `proxykv report` reads it"
+    )
     parser.set_defaults(run=run)
 
 
@@ -103,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _evaluate(
     arguments: argparse.Namespace, cells: list[Cell], reading: Reading | None, metrics: dict[str, str]
 ) -> None:
-    """Answer all that ``--out`` does not hold yet."""
+    """Ask every question whose answer ``--out`` does not hold yet."""
     tqdm = optional("tqdm", "models").tqdm
     sources = load_sources(arguments, seed=arguments.seed)
     target, tokenizer = sources.target, sources.tokenizer
@@ -126,7 +142,7 @@ def _evaluate(
 
 
 def _checked(arguments: argparse.Namespace) -> list[Cell]:
-    """The ways to keep the cache, once all that the options say is checked as far as it needs no model."""
+    """Check everything in the options that can be checked without a model, and return the cells to evaluate."""
     default = [*methods_of(arguments), "kvzip", "snapkv", "random"]
     asked = [_method(text) for text in arguments.methods or default]
     names = check_methods([name for name, _ in asked])
@@ -141,9 +157,9 @@ def _checked(arguments: argparse.Namespace) -> list[Cell]:
         if value is not None and value < 1:
             raise InvalidInputError(f"--{option.replace('_', '-')}: expected at least 1, got {value}")
     if arguments.tasks is None and arguments.tokens is not None:
-        raise InvalidInputError("--tokens: expected only with --tasks; the contexts of --data are as long as they are")
+        raise InvalidInputError("--tokens: expected only with --tasks; the contexts of --data have a given length")
     if arguments.data is None and arguments.format is not None:
-        raise InvalidInputError("--format: expected only with --data; --tasks make their examples themselves")
+        raise InvalidInputError("--format: expected only with --data; the examples of --tasks are generated")
     if arguments.tasks is not None:
         unknown = [name for name in arguments.tasks if name not in TASKS]
         if unknown and arguments.tasks != ["all"]:
@@ -160,7 +176,7 @@ def _checked(arguments: argparse.Namespace) -> list[Cell]:
 
 
 def _method(text: str) -> tuple[str, tuple[float, ...] | None]:
-    """``snapkv`` or ``snapkv=0.1,0.2``."""
+    """The name and the own ratios, if any, of one of ``--methods``: ``snapkv`` or ``snapkv=0.1,0.2``."""
     name, given, ratios = text.partition("=")
     if not given:
         return name, None
@@ -171,10 +187,10 @@ def _method(text: str) -> tuple[str, tuple[float, ...] | None]:
 
 
 def _reading(arguments: argparse.Namespace) -> Reading | None:
-    """What ``--data`` holds, if it is given; what is wrong with its lines is told at once, hours before the end.
+    """Read ``--data``, if it is given. Lines with errors are reported at once, since the run may take hours.
 
     Raises:
-        InvalidInputError: There is no such file, or no example in it.
+        InvalidInputError: There is no such file, or the file holds no example.
     """
     if arguments.data is None:
         return None
@@ -200,13 +216,15 @@ def _made(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
     """The examples of ``--tasks``."""
     return [
         TASKS[name].make(arguments.tokens or TOKENS, lambda text: len(encode(tokenizer, text)), arguments.seed, index)
-        for index in range(arguments.examples or 10)  # a run that is cut short has as many of every task
+        for index in range(
+            arguments.examples or 10
+        )  # task by task, so that a run that is cut short has examples of all tasks
         for name in _tasks(arguments)
     ]
 
 
 def _first(examples: Sequence[Example], count: int | None) -> list[Example]:
-    """Of each task the first ``count`` examples, in order; all if None."""
+    """The first ``count`` examples of each task, in order; all examples if ``count`` is None."""
     places = collections.Counter[str]()
     kept = []
     for example in examples:
@@ -225,7 +243,7 @@ def _header(
     methods: dict[str, Method],
     ratios: list[float],
 ) -> dict[str, Any]:
-    """What the file says of this run."""
+    """The header of ``--out``: what this run evaluates, and on what."""
     facts = environment(device_of(target))
     data = arguments.data
     return {
@@ -253,7 +271,7 @@ def _header(
 
 
 def _commit() -> str | None:
-    """The package's commit in a checkout, marked if files were changed since."""
+    """The git commit of the checkout that the package is in, with ``-dirty`` if files were changed; else None."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None

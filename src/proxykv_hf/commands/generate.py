@@ -25,24 +25,26 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="answer questions about a document from a pruned cache",
-        description="Prefill a document once, prune its cache without having seen the questions, answer them.",
+        description="Prefill a document once, prune its cache without seeing the questions, then answer the questions.",
     )
     parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="the document; - (default) is stdin")
     add_target(parser)
-    parser.add_argument("--question", required=True, action="append", help="may be given several times")
+    parser.add_argument("--question", required=True, action="append", help="a question; may be given several times")
     sources.add_sources(parser)
     parser.add_argument(
         "--scorer",
         choices=METHODS,
-        help="what rates the KV pairs (default: proxykv with --mapper, hidden_state with --hidden-state, else kvzip)",
+        help="what scores the KV pairs (default: proxykv with --mapper, hidden_state with --hidden-state, else kvzip)",
     )
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--retention-ratio", type=float, help="share of KV pairs kept, in (0, 1] (default: 0.3)")
-    budget.add_argument("--max-tokens", type=int, help="instead: context tokens kept per head, on average")
+    budget.add_argument(
+        "--max-tokens", type=int, help="context tokens kept per head on average, in place of --retention-ratio"
+    )
     parser.add_argument("--allocation", choices=("global", "uniform"), default="global")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="length of an answer (default: 64)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens in an answer (default: 64)")
     add_device_and_dtype(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
     parser.set_defaults(run=run)
 
 

@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "kept",
         help="draw which tokens of a text are kept, in which layers and heads",
-        description="Prefill a text once, score it in several ways, and draw what each of them keeps.",
+        description="Prefill a text once, score it with several methods, and draw what each method keeps.",
     )
     parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="the text; - (default) is stdin")
     add_target(parser)
@@ -30,15 +30,21 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         choices=METHODS,
         metavar="METHOD",
-        help=f"some of {', '.join(METHODS)}; the others' overlap with the first is told (default: kvzip, and proxykv "
-        "with --mapper, hidden_state with --hidden-state)",
+        help=f"some of {', '.join(METHODS)}; each one's overlap with the first is shown (default: kvzip, also proxykv "
+        "with --mapper, and hidden_state with --hidden-state)",
     )
     parser.add_argument("--retention-ratio", type=float, default=0.3, help="share of KV pairs kept (default: 0.3)")
     parser.add_argument("--allocation", choices=("global", "uniform"), default="global")
-    parser.add_argument("--tokens", type=int, default=512, help="the text's first so many (default: 512)")
-    parser.add_argument("--mark", action="append", default=[], metavar="PASSAGE", help="show where the text has this")
+    parser.add_argument("--tokens", type=int, default=512, help="how many tokens of the text are read (default: 512)")
+    parser.add_argument(
+        "--mark",
+        action="append",
+        default=[],
+        metavar="PASSAGE",
+        help="show where this passage is in the text; may be given several times",
+    )
     add_device_and_dtype(parser)
-    parser.add_argument("--out", type=Path, required=True, help="a PNG (wants the extra 'plot')")
+    parser.add_argument("--out", type=Path, required=True, help="the PNG to draw (needs the extra 'plot')")
     parser.set_defaults(run=run)
 
 

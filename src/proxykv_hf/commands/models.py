@@ -1,4 +1,4 @@
-"""What several commands take: models by name and where they run, and texts."""
+"""What several commands share: loading a model by its name, its device and dtype, and reading text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         required=True,
-        help=f"a folder, a Hub id, or in a checkout a short name ({', '.join(example_names()) or 'none here'})",
+        help=f"a folder, a Hub id, or, in a checkout, a short name ({', '.join(example_names()) or 'none here'})",
     )
 
 
@@ -37,10 +37,10 @@ def add_device_and_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def load(target: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A model in eval mode and its tokenizer.
+    """Load a model, in eval mode, and its tokenizer.
 
     Raises:
-        InvalidInputError: There is none of this name.
+        InvalidInputError: There is no model of this name.
     """
     folder = resolve(target)
     with target_named(target):
@@ -50,20 +50,20 @@ def load(target: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, An
 
 
 def read_text(path: str | Path) -> str:
-    """A text file, or stdin if it is ``-``.
+    """Read a text file, or stdin if ``path`` is ``-``.
 
     Raises:
-        InvalidInputError: It is not UTF-8.
+        InvalidInputError: The text is not UTF-8.
     """
     try:
         return sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidInputError(f"expected text in UTF-8, but {path} is none: {error}") from error
+        raise InvalidInputError(f"expected text in UTF-8, but {path} is not: {error}") from error
 
 
 @contextlib.contextmanager
 def target_named(target: str, option: str = "--target") -> Iterator[None]:
-    """Say what ``--target``, or another option, may be if what is done inside finds no model there."""
+    """If loading a model fails in this context, raise `InvalidInputError` that says what ``option`` may be."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -76,7 +76,7 @@ def target_named(target: str, option: str = "--target") -> Iterator[None]:
 
 
 def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tuple[torch.device, torch.dtype]:
-    """What was asked for, or a GPU and bfloat16 where there is one, and float32 on a CPU."""
+    """The given device and dtype. By default: a GPU if there is one, bfloat16 on a GPU, float32 on other devices."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = usable_device(device)
@@ -84,10 +84,10 @@ def device_and_dtype(device: str | None = None, dtype: str | None = None) -> tup
 
 
 def optional(module: str, extra: str) -> Any:
-    """A module that only an extra of the package installs.
+    """Import a module that only an extra of the package installs.
 
     Raises:
-        InvalidInputError: It is not installed.
+        InvalidInputError: The module is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -97,7 +97,7 @@ def optional(module: str, extra: str) -> Any:
 
 @functools.cache
 def _example_models() -> Any:
-    """The module ``examples/models.py``, which a checkout has, or None."""
+    """The module ``examples/models.py`` in a checkout, else None."""
     path = Path(__file__).resolve().parents[3] / "examples" / "models.py"
     spec = importlib.util.spec_from_file_location("proxykv_example_models", path) if path.is_file() else None
     if spec is None or spec.loader is None:
@@ -109,16 +109,16 @@ def _example_models() -> Any:
 
 
 def example_names() -> list[str]:
-    """Short names that a checkout knows."""
+    """The short names of ``examples/models.py`` in a checkout, else none."""
     models = _example_models()
     return [] if models is None else sorted(models.MODELS)
 
 
 def resolve(target: str) -> str:
-    """A folder or Hub id as it is; in a checkout also a short name of ``examples/models.py``.
+    """The folder of a short name of ``examples/models.py``; any other folder or Hub id is returned unchanged.
 
     Raises:
-        InvalidInputError: The model of that name could not be fetched.
+        InvalidInputError: The model of that short name could not be fetched.
     """
     if Path(target).exists() or target not in example_names():
         return target
@@ -135,7 +135,7 @@ def resolve(target: str) -> str:
 
 
 def public_name(target: str) -> str:
-    """The Hub id where ``target`` is a short name, else as it is."""
+    """The Hub id of a short name; any other folder or Hub id is returned unchanged."""
     if Path(target).exists() or target not in example_names():
         return target
     return str(_example_models().MODELS[target].hub_id)

@@ -14,29 +14,36 @@ from ..proxy.card import card_on_hub
 from ..proxy.loading import load_mapper
 
 CARD = "README.md"
-#: What goes to the Hub of a folder that ``proxykv train`` wrote: all but the checkpoints.
+#: What is uploaded besides the card from a folder that ``proxykv train`` wrote: everything but the checkpoints.
 FILES = ("config.json", "model.safetensors", "results.json", "history.json", "curves.png")
-#: Of the HTTP library, which is another one in versions 1 and 2 of huggingface_hub.
+#: The error class of the HTTP library; versions 1 and 2 of huggingface_hub use different libraries.
 HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "push",
-        help="put a mapper on the Hub",
-        description="Put a mapper that `proxykv train` wrote on the Hub, in one commit: weights, config, card, figures "
-        "and curves. The card's example then names the repository. `hf auth login`, or HF_TOKEN, says who you are.",
+        help="upload a mapper to the Hub",
+        description="Upload a mapper that `proxykv train` wrote to the Hub, in one commit: weights, config, card, "
+        "results and curves. The example in the card then loads the mapper from the repository. Log in with `hf auth "
+        "login` first, or set HF_TOKEN.",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="that holds the mapper and its README.md")
-    parser.add_argument("--repo", required=True, metavar="ID", help="of the repository, made where missing")
-    parser.add_argument("--private", action="store_true", help="make it a private one, if it is made")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="the folder that holds the mapper and its README.md"
+    )
+    parser.add_argument(
+        "--repo", required=True, metavar="ID", help="the id of the repository, which is created if missing"
+    )
+    parser.add_argument(
+        "--private", action="store_true", help="if the repository is created, create it as a private one"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     folder, card = arguments.folder, arguments.folder / CARD
     if not folder.is_dir():
-        raise InvalidInputError(f"expected a folder that holds a mapper, but {folder} is none")
+        raise InvalidInputError(f"expected a folder that holds a mapper, but {folder} is not a folder")
     load_mapper(folder)
     if not card.is_file():
         raise InvalidInputError(f"expected the mapper's card, but there is no {card}: `proxykv train` writes it")

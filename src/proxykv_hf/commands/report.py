@@ -20,30 +20,35 @@ from ..files import write_whole
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
-        help="say what an evaluation found: tables, intervals, pictures",
-        description="Scores with 95 % intervals, what is recovered of KVzip and of the full cache, and paired "
-        "differences to every other method, of files that `proxykv evaluate` wrote.",
+        help="report the results of an evaluation: tables, intervals, plots",
+        description="From files that `proxykv evaluate` wrote: scores with 95 % intervals, the share of KVzip's score "
+        "and of the full cache's score that each method recovers, and paired differences to every other method.",
     )
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON lines, of one experiment")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON lines of one experiment")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="for report.md, report.json and, where matplotlib is installed, scores.png and recovery.png "
-        "(default: Markdown to stdout)",
+        help="where to write report.md, report.json and, if matplotlib is installed, scores.png and recovery.png "
+        "(default: print Markdown to stdout)",
     )
     parser.add_argument(
         "--reference",
         metavar="METHOD[:ALLOCATION]",
-        help=f"what recovery is relative to (default: {DEFAULT_REFERENCE}, if it is there; of two allocations, global)",
+        help=f"the method that recovery is relative to (default: {DEFAULT_REFERENCE}, if the files have it; global, "
+        "if it has two allocations)",
     )
     parser.add_argument(
         "--ours",
         metavar="METHOD[:ALLOCATION]",
-        help=f"what the others are compared with (default: {DEFAULT_OURS}, if it is there)",
+        help=f"the method that the others are compared with (default: {DEFAULT_OURS}, if the files have it)",
     )
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="of these alone (default: all in the files)")
-    parser.add_argument("--samples", type=int, default=10_000, help="resamples of an interval (default: 10000)")
+    parser.add_argument(
+        "--tasks", nargs="+", metavar="TASK", help="report only these tasks (default: all in the files)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=10_000, help="bootstrap resamples for each interval (default: 10000)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _pictures(outcomes: Outcomes, summary: Summary, folder: Path) -> list[Path]:
-    """Those that can be drawn."""
+    """Draw the plots that can be drawn, and return their files."""
     if importlib.util.find_spec("matplotlib") is None:
         print("no pictures without matplotlib: pip install 'proxykv-hf[plot]'", file=sys.stderr)
         return []

@@ -1,4 +1,4 @@
-"""The options that scorers are made from: a mapper, its proxy, trained heads."""
+"""The options that scorers are made from: a mapper, its proxy, and trained hidden-state heads."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from ..scorers.base import Scorer
 from ..scorers.hidden_state import HiddenStateHeads, check_heads
 from .models import device_and_dtype, load, resolve, target_named
 
-#: As `Sources` calls them, and which method each of them is for in the first place.
+#: The options, named like the fields of `Sources`, and the method that each of them adds to the defaults.
 OPTIONS = {"mapper": "proxykv", "hidden_state": "hidden_state", "proxy": None}
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
     """The options ``--mapper``, ``--proxy`` and ``--hidden-state``."""
     readers = [name for name, making in METHODS.items() if "mapper" in making.wants]
-    parser.add_argument("--mapper", help=f"a folder or Hub id, for {', '.join(readers)}")
-    parser.add_argument("--proxy", help="like --target; by default the one that the mapper's config names")
-    parser.add_argument("--hidden-state", metavar="FOLDER", help="the trained heads, for hidden_state")
+    parser.add_argument("--mapper", help=f"a mapper's folder or Hub id, for {', '.join(readers)}")
+    parser.add_argument(
+        "--proxy", help="the proxy, given like --target (default: the one that the mapper's config names)"
+    )
+    parser.add_argument("--hidden-state", metavar="FOLDER", help="the folder of trained heads, for hidden_state")
 
 
 def methods_of(arguments: argparse.Namespace) -> list[str]:
-    """The methods that a mapper or heads are given for, where no method is named."""
+    """The methods to run for the given mapper and heads if no method is named."""
     return [name for option, name in OPTIONS.items() if name is not None and getattr(arguments, option) is not None]
 
 
 def check(arguments: argparse.Namespace, names: Sequence[str]) -> None:
-    """Whether the options hold what the methods want, and nothing that none of them reads.
+    """Check that the options give what the methods need, and nothing that none of the methods reads.
 
     Raises:
-        InvalidInputError: They do not.
+        InvalidInputError: A method lacks an option, or no method reads an option.
     """
     check_sources(names, {option for option in OPTIONS if getattr(arguments, option) is not None})
 
 
 def load_sources(arguments: argparse.Namespace, *, seed: int = 0, threads: int | None = None) -> Sources:
-    """The target and its tokenizer, and what else the options name, see `Sources`.
+    """Load the target, its tokenizer, and everything else that the options name; see `Sources`.
 
     Raises:
-        InvalidInputError: A folder that holds none, or a device that torch cannot compute on.
-        GeometryError: A mapper or heads for another target.
+        InvalidInputError: A folder holds no model, mapper or heads, or torch cannot compute on the device.
+        GeometryError: The mapper or the heads are made for another target.
     """
     device, dtype = device_and_dtype(arguments.device, arguments.dtype)
     mapper = None if arguments.mapper is None else load_mapper(arguments.mapper)
@@ -54,7 +56,7 @@ def load_sources(arguments: argparse.Namespace, *, seed: int = 0, threads: int |
     folder = resolve(arguments.target)
     with target_named(arguments.target):
         config = AutoConfig.from_pretrained(folder)
-    if mapper is not None:  # told before the weights are read, which takes a while
+    if mapper is not None:  # check this before loading the weights, which takes a while
         check_target(mapper, ModelGeometry.from_config(config))
     if heads is not None:
         check_heads(heads, config)
@@ -74,7 +76,7 @@ def load_sources(arguments: argparse.Namespace, *, seed: int = 0, threads: int |
 def load_scorers(
     arguments: argparse.Namespace, names: Sequence[str], *, threads: int | None = None
 ) -> tuple[Any, Any, dict[str, Scorer]]:
-    """The target, its tokenizer, and the methods' scorers by name, from `load_sources`."""
+    """Load the target and its tokenizer, and make the scorers of the methods, by name; see `load_sources`."""
     sources = load_sources(arguments, threads=threads)
     scorers = {name: method.scorer for name, method in make_methods(names, sources).items()}
     return sources.target, sources.tokenizer, scorers

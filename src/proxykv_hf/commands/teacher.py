@@ -14,16 +14,17 @@ from ..training.corpus import Corpus
 from ..training.teacher import import_folder, score_corpus
 from .models import DTYPES, add_target, device_and_dtype, load, public_name
 
-#: Options that say which documents are made of text, and their defaults.
+#: The options for documents that are made from ``--text``, and their defaults.
 OF_TEXT: dict[str, Any] = {"documents": 256, "tokens": (256, 2048), "seed": 0}
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "teacher",
-        help="score documents with KVzip: what mappers are trained on",
-        description="Score text and generated retrieval material with KVzip on a target, into a folder of shards. "
-        "Run again, it goes on where it stopped; the processes of `accelerate launch` or `torchrun` share the work.",
+        help="score documents with KVzip, to train mappers on",
+        description="Score text and generated retrieval documents with KVzip on a target, and write a folder of "
+        "shards. Run again, the command continues where it stopped. The processes of `accelerate launch` or `torchrun` "
+        "share the work.",
     )
     add_target(parser)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -32,29 +33,29 @@ def add_parser(commands: Any) -> None:
         type=Path,
         action="append",
         metavar="FOLDER",
-        help="text files (.txt, .md, .rst, .py, also .gz) to make documents of; may be given several times",
+        help="text files (.txt, .md, .rst, .py, also .gz) to make documents from; may be given several times",
     )
     what.add_argument(
         "--import",
         type=Path,
         dest="scores",
         metavar="FOLDER",
-        help="instead: scores made elsewhere, one safetensors file a document, to be turned into shards",
+        help="in place of --text: scores made elsewhere, one safetensors file per document, to convert into shards",
     )
-    parser.add_argument("--documents", type=int, help="how many (default: 256)")
+    parser.add_argument("--documents", type=int, help="how many documents to score (default: 256)")
     parser.add_argument(
         "--tokens",
         type=int,
         nargs=2,
         metavar=("LEAST", "GREATEST"),
-        help="length of a document (default: 256 2048)",
+        help="shortest and longest document, in tokens (default: 256 2048)",
     )
-    parser.add_argument("--seed", type=int, help="other documents for every seed (default: 0)")
+    parser.add_argument("--seed", type=int, help="seed of the documents (default: 0)")
     parser.add_argument(
         "--split",
         choices=("train", "held_out"),
         default="train",
-        help="one text file in ten and its documents are held out (default: train)",
+        help="which documents to make; one text file in ten is used only for held_out (default: train)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
@@ -74,7 +75,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise InvalidInputError(
             f"{', '.join(f'--{name}' for name in given)}: expected only with --text; --import takes every file as it is"
         )
-    state = PartialState(cpu=not torch.cuda.is_available())  # on CPUs it looks for other processes only so
+    state = PartialState(
+        cpu=not torch.cuda.is_available()
+    )  # without a GPU, other processes are only found with cpu=True
     try:
         model, tokenizer = load(arguments.target, *device_and_dtype(str(state.device), arguments.dtype))
         common: dict[str, Any] = {

@@ -20,18 +20,20 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a mapper on a teacher's scores",
-        description="Train a mapper as a TOML file says: read the teacher's documents through the proxy (kept beside "
-        "the shards), train, and write the mapper, its card, results.json, history.json and, where matplotlib is "
-        "installed, curves.png. The processes of `accelerate launch` or `torchrun` share the work.",
+        description="Train a mapper as a TOML file describes it: run the proxy over the teacher's documents (its "
+        "features are kept beside the shards), train, and write the mapper, its card, results.json, history.json and, "
+        "if matplotlib is installed, curves.png. The processes of `accelerate launch` or `torchrun` share the work.",
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, such as those in examples/")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
-    parser.add_argument("--out", metavar="FOLDER", help="for the mapper and the checkpoints, in place of the file's")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint, if there is one")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="for the mapper and the checkpoints, in place of the one in CONFIG"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    # All of this is slow to import, and the other commands do without.
+    # Imported here, because these modules are slow to import and no other command needs them.
     from ..errors import InvalidInputError
     from ..training.checkpoints import Checkpoints
     from ..training.config import TrainingConfig
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise InvalidInputError(f"expected a TOML file, but there is no {arguments.config}")
     replaced = {} if arguments.out is None else {"out": arguments.out}
     config = TrainingConfig.read(arguments.config, **replaced)
-    if not arguments.resume:  # a run that may not begin is refused before features are made
+    if not arguments.resume:  # before making features, which takes long, refuse a run that may not start
         Checkpoints(config.checkpoints, {}).start(resume=False)
     optional("tqdm", "models")
     accelerator = make_accelerator(config)
@@ -82,11 +84,11 @@ def _run(config: TrainingConfig, resume: bool, accelerator: Accelerator) -> None
         save_results(mapper, history, baselines, config, training, held_out, best)
         if importlib.util.find_spec("matplotlib") is not None:
             plot(history, baselines[PRIOR], config.folder / "curves.png", config.title)
-        print(f"epoch {best} agreed best; its mapper and figures are in {config.folder}", flush=True)
+        print(f"epoch {best} has the best agreement; its mapper and results are in {config.folder}", flush=True)
 
 
 def _source(name: str, what: str) -> Source:
-    """A model that a config names, after a look at whether there is one."""
+    """A model that a config names, after a check that there is such a model."""
     from transformers import AutoConfig
 
     from ..training.prepare import Source
