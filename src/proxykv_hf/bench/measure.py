@@ -1,7 +1,7 @@
-"""Seconds and bytes of ways to prefill, prune and decode, measured side by side in one process.
+"""Measure the seconds and bytes that methods take to prefill, prune and decode, side by side in one process.
 
-All ways read the same tokens (batch 1) and take turns: a repeat runs every method at every length before the
-next repeat begins, each time in another order, so that a machine that grows slower meanwhile slows all alike.
+All methods read the same tokens (batch 1). Each repeat runs every method at every length, in another order than the
+last repeat, so that a machine that becomes slower during the benchmark affects all methods alike.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ..scorers.random import RandomScorer
 from .meter import PeakMemory
 
 UNCOMPRESSED = "uncompressed"
-#: ``full`` is transformers' own `DynamicCache`; ``uncompressed`` is ours with everything kept.
+#: ``full`` is transformers' own `DynamicCache`; ``uncompressed`` is `ProxyPrunedCache` with everything kept.
 METHODS = (FULL, UNCOMPRESSED, *SCORED, *(f"proxykv:{schedule}" for schedule in SCHEDULES))
-#: Tokens of the unmeasured runs at the start, which pay for what only a first run pays.
+#: Prompt length of the warm-up runs, in tokens. A first run has costs that later runs do not have.
 WARM_UP_TOKENS = 64
 
 
@@ -49,13 +49,13 @@ class Plan:
 
     Args:
         methods: Some of ``METHODS``.
-        lengths: Prompts' tokens.
-        policy: Of all methods that prune.
+        lengths: Prompt lengths in tokens.
+        policy: The retention policy of all methods that prune.
         repeats: Runs of each method at each length.
         new_tokens: Tokens decoded after each prompt.
 
     Raises:
-        InvalidInputError: On construction, naming the argument.
+        InvalidInputError: On construction; the message names the argument.
     """
 
     methods: tuple[str, ...]
@@ -93,16 +93,16 @@ class Plan:
         target: PreTrainedConfig,
         proxy: PreTrainedConfig | None = None,
     ) -> None:
-        """Refuse lengths that the models have no positions for.
+        """Refuse lengths for which a model has too few positions.
 
         Args:
             ids: `[1, n]`, from `prompt.prompt_ids`.
-            tokenizer: The target's.
-            target: Its config.
-            proxy: The proxy's, or None if there is none or it is the target's own first layers.
+            tokenizer: The target's tokenizer.
+            target: The target's config.
+            proxy: The proxy's config, or None if there is no proxy, or if it is the target's own first layers.
 
         Raises:
-            InvalidInputError: Naming the length.
+            InvalidInputError: A length is too long; the message names it.
         """
         for length in self.lengths:
             after, advice = self.new_tokens, "give shorter lengths"
@@ -120,12 +120,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Method:
-    """A way from a prompt to a cache that can decode.
+    """How a prompt is prefilled and its cache pruned.
 
     Args:
-        scorer: What rates the KV pairs; None for transformers' own `DynamicCache`.
-        policy: How much is kept.
-        schedule: When the proxy runs; None for what `ProxyPrunedCache` does by itself.
+        scorer: What scores the KV pairs; None for transformers' own `DynamicCache`.
+        policy: How many KV pairs are kept.
+        schedule: When the proxy runs; None for the default of `ProxyPrunedCache`.
     """
 
     scorer: Scorer | None
@@ -133,7 +133,7 @@ class Method:
     schedule: str | None = None
 
     def prefill(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, ids: Tensor) -> DynamicCache:
-        """A cache that has seen ``ids`` `[1, N]`, pruned if the method prunes."""
+        """Prefill ``ids`` `[1, N]` and return the cache, pruned if the method prunes."""
         if self.scorer is None:
             whole = DynamicCache(config=target.config)
             call_forward(target, input_ids=ids, cache=whole, use_cache=True, logits_to_keep=1)
@@ -153,10 +153,10 @@ def make_methods(plan: Plan, scorers: Mapping[str, Scorer]) -> dict[str, Method]
 
     Args:
         plan: What is measured.
-        scorers: All of ``plan.scored``; the proxy's is shared by its schedules.
+        scorers: The scorers of ``plan.scored``, by name; the schedules of ``proxykv`` share its scorer.
 
     Raises:
-        InvalidInputError: One is missing.
+        InvalidInputError: A scorer is missing.
     """
     whole = RetentionPolicy(1.0, sink_tokens=0, recent_tokens=0)
     methods = {FULL: Method(None, whole), UNCOMPRESSED: Method(RandomScorer(), whole)}
@@ -176,13 +176,13 @@ def runs(
     tokenizer: PreTrainedTokenizerBase | None,
     ids: Tensor,
 ) -> Iterator[dict[str, Any]]:
-    """Measure; one row after another, ``plan.runs_per_repeat`` for each repeat.
+    """Run the plan and yield one row for each run, ``plan.runs_per_repeat`` rows for each repeat.
 
     Args:
         plan: What is measured.
         methods: From `make_methods`.
-        target: In eval mode.
-        tokenizer: The target's, to be compared with the proxy's.
+        target: The target, in eval mode.
+        tokenizer: The target's tokenizer, which is compared with the proxy's.
         ids: `[1, n]`, from `prompt.prompt_ids`, longer than the longest prompt.
     """
     ids, names = ids.to(device_of(target)), list(methods)
@@ -200,18 +200,18 @@ def runs(
 def measure(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, method: Method, ids: Tensor, new_tokens: int
 ) -> dict[str, Any]:
-    """One run.
+    """Measure one run.
 
     Args:
-        target: In eval mode.
-        tokenizer: The target's.
-        method: The way to the cache.
-        ids: `[1, N + 1]`: a prompt, and the token that decoding begins with, so that it is the same for all.
+        target: The target, in eval mode.
+        tokenizer: The target's tokenizer.
+        method: How the prompt is prefilled and its cache pruned.
+        ids: `[1, N + 1]`: a prompt, and the token that decoding starts with, which is the same for all methods.
         new_tokens: Tokens decoded.
 
-    Returns: seconds of the prefill until the cache is pruned, and its phases; bytes of the KV pairs, as the prefill
-        left them; seconds of decoding and its tokens; the memory taken beyond what was held before (`PeakMemory`),
-        until the prefill is over and in all.
+    Returns: the seconds until the cache is pruned, in all and by phase; the bytes of the KV pairs after the prefill;
+        the seconds of decoding, and its tokens per second; the peak memory beyond what was in use before
+        (`PeakMemory`), until the cache is pruned and until the end; and the decoded tokens.
     """
     device = device_of(target)
     peak = PeakMemory(device)
@@ -250,13 +250,13 @@ def measure(
 
 @torch.no_grad()
 def decode(target: PreTrainedModel, cache: DynamicCache, token: Tensor, new_tokens: int) -> list[int]:
-    """Greedy decoding, one forward a token; the same for any cache, and free of what ``generate`` adds.
+    """Decode greedily, with one forward per token: the same code for any cache, without the overhead of ``generate``.
 
     Args:
         target: The model.
-        cache: Filled with the prompt; grows.
-        token: `[1, 1]`, the first to be fed.
-        new_tokens: How many are decoded.
+        cache: The cache, filled with the prompt; decoding appends to it.
+        token: `[1, 1]`, the first input token.
+        new_tokens: Tokens decoded.
     """
     answer = []
     for _ in range(new_tokens):
@@ -267,14 +267,14 @@ def decode(target: PreTrainedModel, cache: DynamicCache, token: Tensor, new_toke
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what is queued on a CUDA device."""
+    """Wait for all work that is queued on a CUDA device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager
 def target_threads(threads: int | None) -> Iterator[None]:
-    """CPU threads that this thread's work uses inside; None for as many as before."""
+    """Set the CPU threads of torch's work inside this context; None leaves them as they are."""
     before = torch.get_num_threads()
     try:
         if threads is not None:
@@ -285,7 +285,7 @@ def target_threads(threads: int | None) -> Iterator[None]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, hardware and date: what figures mean nothing without."""
+    """The date, versions and hardware of a measurement."""
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,

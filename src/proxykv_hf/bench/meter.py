@@ -1,4 +1,4 @@
-"""The most memory that a piece of work takes beyond what was held before it."""
+"""The peak memory that a piece of work takes, beyond what was in use before it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """Starts to count as it is made.
+    """The peak memory since this object was made, beyond what was in use then.
 
-    What an earlier piece of work has freed is given back first, so that it counts neither as held nor as taken.
+    Memory that earlier work has freed is returned to the system first, so that it does not count as in use.
 
     Args:
-        device: Of a CUDA device the memory that torch has allocated there; of any other the whole process's
-            resident memory, which only Linux tells.
+        device: Where the work runs. On CUDA the memory is what torch has allocated on this device; on any other
+            device it is the resident memory of the whole process, which only Linux reports.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class PeakMemory:
             self._before = _status("VmRSS") if _forget_peak() else None
 
     def bytes(self) -> int | None:
-        """The most so far, in bytes; None where it cannot be told."""
+        """The peak so far, in bytes; None where it cannot be measured."""
         if self._before is None:
             return None
         if self.device.type == "cuda":
@@ -43,10 +43,10 @@ class PeakMemory:
 
 
 def _forget_peak() -> bool:
-    """Let the peak of resident memory begin anew from what is resident now; whether that could be done."""
+    """Reset the process's peak of resident memory to what is resident now; False if that is not possible."""
     try:
         (_PROCESS / "clear_refs").write_text("5")
-    except OSError:  # no Linux, or a sandbox that does not allow it
+    except OSError:  # not Linux, or a sandbox that does not allow it
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""The prompt that a benchmark reads: exactly so many tokens, of a given text or a made-up one."""
+"""The prompt of a benchmark: a fixed number of tokens, of a given or a generated text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import InvalidInputError
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, tokens: int, text: str | None = None) -> Tensor:
-    """`[1, tokens]`, the start of ``text``, by default of `varied_text`.
+    """The first token ids of ``text``, by default of `varied_text`: `[1, tokens]`.
 
     Raises:
         InvalidInputError: The text is too short.
@@ -25,7 +25,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, tokens: int, text: str | None
         ids = encode(tokenizer, varied_text(characters))
     if len(ids) < tokens:
         raise InvalidInputError(
-            f"text: expected at least {tokens} tokens, the longest length and one more, got {len(ids)}"
+            f"text: expected at least {tokens} tokens, the longest length and one more, got {len(ids)}: give a longer "
+            "text, or shorter lengths"
         )
     return torch.tensor([ids[:tokens]])
 
@@ -37,7 +38,7 @@ _PLACES = ["Amber Lane", "the north quay", "Mill Street", "the upper yard", "Orc
 
 
 def varied_text(characters: int, seed: int = 0) -> str:
-    """At least ``characters`` of sentences and records that do not repeat; the same for the same seed."""
+    """Varied sentences and records, at least ``characters`` characters; the same text for the same seed."""
     rng = random.Random(seed)
     parts: list[str] = []
     length = 0

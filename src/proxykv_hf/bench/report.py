@@ -1,4 +1,4 @@
-"""What a benchmark's rows say: medians and ratios, as JSON, Markdown and a picture."""
+"""Summaries of a benchmark's rows: medians and ratios, as JSON, as Markdown and as a plot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import InvalidInputError
 from ..files import write_whole
 
-#: A row of the Markdown table: heading, key of the summary, format.
+#: The columns of the Markdown table: heading, key of the summary, number format.
 COLUMNS = (
     ("method", "method", ""),
     ("prefill to pruned, s", "seconds", ".3f"),
@@ -29,14 +29,15 @@ COLUMNS = (
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each length and method medians over the repeats, and ratios of medians.
+    """Medians over the repeats, and ratios of medians, for each length and method.
 
     Args:
-        rows: From `benchmark.runs`.
+        rows: From `measure.runs`.
 
-    Returns: dicts with the keys of ``COLUMNS``, ``length``, ``runs`` and ``seconds_range``; None where there is
-        nothing to compare with. ``scoring_over_full_prefill`` is what proxy and mapper take, ``mapper_share`` the
-        mapper's part of the prefill until the cache is pruned.
+    Returns: a dict for each length and method, with the keys of ``COLUMNS``, ``length``, ``runs`` and
+        ``seconds_range``. A ratio is None if there is nothing to compare with. ``scoring_over_full_prefill`` is the
+        time of proxy and mapper, over the prefill of ``full``. ``mapper_share`` is the mapper's share of the time
+        until the cache is pruned.
     """
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -98,10 +99,10 @@ def markdown(summary: Sequence[dict[str, Any]]) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written, before there is anything to write.
+    """Check that a file can be written, before there is anything to write.
 
     Raises:
-        InvalidInputError: Its folder is missing or not writable, or it is a folder itself.
+        InvalidInputError: The file's folder is missing or not writable, or ``path`` is itself a folder.
     """
     if path.is_dir():
         raise InvalidInputError(f"expected a file to write, but {path} is a folder")
@@ -113,7 +114,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_results(path: Path, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Header, rows and summary as one JSON file, which is there whole or not at all."""
+    """Write header, rows and summary to one JSON file, atomically."""
 
     def lines(entries: Sequence[dict[str, Any]]) -> str:
         return "[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]"
@@ -124,7 +125,7 @@ def write_results(path: Path, header: dict[str, Any], rows: Sequence[dict[str, A
 
 
 def plot(summary: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """A PNG: seconds of prefill until pruned, and decoded tokens a second, against length; needs matplotlib."""
+    """Draw seconds until the cache is pruned, and tokens decoded per second, against the length; needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
