@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from proxykv_hf import FixedScorer, ProxyPrunedCache, RetentionPolicy, UnsupportedModelError
 from proxykv_hf._compat import call_forward
 from proxykv_hf.geometry import device_of, weights_fingerprint
-from proxykv_hf.proxy.loading import SELF_PROXY, first_layers, load_proxy_scorer
+from proxykv_hf.proxy.loading import SELF_PROXY, first_layers
+from proxykv_hf.scorers.proxy import ProxyScorer
 
 TOKENS = 30
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
@@ -70,9 +71,9 @@ def test_a_proxy_of_its_own_layers_is_refused_and_another_is_not(offloaded):
     model, proxy = tiny_model(), tiny_model("qwen2", 1, layers=2).model
     own = make_mapper(model, first_layers(model, 2), proxy_id=SELF_PROXY)
     with pytest.raises(UnsupportedModelError, match="offloaded"):
-        load_proxy_scorer(own, target=offloaded)
+        ProxyScorer.from_pretrained(own, target=offloaded)
     mapper = make_mapper(model, proxy, target_weights=weights_fingerprint(model))
-    scorer = load_proxy_scorer(mapper, target=offloaded, proxy=proxy)
+    scorer = ProxyScorer.from_pretrained(mapper, target=offloaded, proxy=proxy)
     assert scorer.mapper.device == torch.device("cpu")
     with ProxyPrunedCache(offloaded, scorer, POLICY) as cache:
         assert cache._prefill.schedule == "proxy_first"  # both compute on the CPU
