@@ -139,7 +139,7 @@ def test_files_that_are_no_text_are_left_out_with_one_warning(tmp_path):
     (folders[0] / "picture.png").write_bytes(b"\x89PNG")
     (folders[0] / "short.md").write_text("too short")
     (folders[1] / "copy.py").write_bytes((folders[1] / "package" / "module_1.py").read_bytes())
-    with pytest.warns(ProxyKVWarning, match=r"left out 4 files that are no text in UTF-8: essays/a.md, .*c.txt.gz, …"):
+    with pytest.warns(ProxyKVWarning, match=r"left out 4 files that are not UTF-8 text: essays/a.md, .*c.txt.gz, …"):
         after = Corpus(folders).recipe()
     assert after["sources"] == before["sources"]  # a copy counts once
 
@@ -153,7 +153,7 @@ def test_what_makes_no_corpus(folders, tmp_path):
         ([], "found none in no folder"),
         ([tmp_path / "essays"], r"expected text files \(\.py, \.rst, .*found none in .*essays"),
         ([tmp_path / "binary"], "found none in .*binary"),
-        ([tmp_path / "nowhere"], "expected a folder of text files, but .*nowhere is none"),
+        ([tmp_path / "nowhere"], "expected a folder of text files, but .*nowhere is not a folder"),
         ([folders[0], tmp_path / "essays"], "folders of different names, got .*essays and .*essays"),
     ]:
         with pytest.raises(InvalidInputError, match=message):

@@ -188,7 +188,7 @@ def test_a_partial_shard_that_is_cut_short_is_refused_by_name(model, corpus, cop
     path = copied / "shard-00001.safetensors"
     (copied / "shard-00001.partial").write_bytes(path.read_bytes()[:-50])
     path.unlink()
-    with pytest.raises(ShardError, match=r"shard-00001\.partial is no whole shard .*delete it"):
+    with pytest.raises(ShardError, match=r"shard-00001\.partial is not a complete shard .*delete it"):
         score(model, corpus, copied)
 
 
@@ -196,7 +196,7 @@ def test_a_manifest_that_is_none(copied, tmp_path):
     with pytest.raises(FileNotFoundError, match="expected a folder of teacher shards with a manifest"):
         load_shards(tmp_path)
     (copied / "manifest.json").write_text("{")
-    with pytest.raises(ShardError, match="is no JSON"):
+    with pytest.raises(ShardError, match="is not JSON"):
         load_shards(copied)
     (copied / "manifest.json").write_text('{"format": 1, "target": {}, "corpus": {}}')
     with pytest.raises(ShardError, match=r"manifest\.json lacks score_recipe, shards: delete it"):
@@ -348,7 +348,7 @@ def test_what_cannot_be_imported(model, tmp_path):
     with pytest.raises(InvalidInputError, match="found none in"):
         import_folder(tmp_path, model, TOKENIZER, tmp_path / "out", target_id="tiny", progress=False)
     (tmp_path / "doc.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ShardError, match=r"doc\.safetensors is no whole file of scores"):
+    with pytest.raises(ShardError, match=r"doc\.safetensors is not a complete file of scores"):
         import_folder(tmp_path, model, TOKENIZER, tmp_path / "out", target_id="tiny", progress=False)
 
 

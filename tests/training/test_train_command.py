@@ -94,7 +94,7 @@ def test_what_is_no_config_is_refused(home, teacher, tmp_path, capsys):
     assert "there is no nowhere.toml" in refused("nowhere.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("title = ")
-    assert f"expected a TOML file, but {broken} is none" in refused(broken)
+    assert f"expected a TOML file, but {broken} is not one" in refused(broken)
     good = settings(home, teacher, tmp_path / "out")
     cases = [
         ({"epoch": 3}, "unknown in the file: epoch; expected some of title, target, teacher"),

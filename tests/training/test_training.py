@@ -110,7 +110,7 @@ def test_features_that_do_not_fit_are_made_again_with_the_reason(home, teacher):
     path = feature_cache.feature_path(shards[0], reader.identity())
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    with pytest.warns(ProxyKVWarning, match=r"shard-00000\.safetensors: no whole file of features .*made again"):
+    with pytest.warns(ProxyKVWarning, match=r"shard-00000\.safetensors: not a complete file of features .*made again"):
         assert made(teacher, reader)[1] == shards[:1]
     assert path.read_bytes() == whole
     shutil.copy(feature_cache.feature_path(shards[1], reader.identity()), path)  # of another shard

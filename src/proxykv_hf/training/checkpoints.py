@@ -1,8 +1,9 @@
-"""Where a training run stands, on disk: the last epoch and the best one, each whole or not there.
+"""The checkpoints of a training run: the last epoch and the best one, each written atomically.
 
 ``epoch-0003/`` holds ``mapper.safetensors`` and ``averaged.safetensors`` (the weights and their running mean),
-``optimizer.pt`` (AdamW and the schedule) and ``state.json`` (what the run is, and its history). There is no state
-of random generators: what is random in training is drawn from the seed, the epoch and the place within it.
+``optimizer.pt`` (the state of AdamW and of the schedule) and ``state.json`` (the identity of the run, and its history).
+No state of random generators is saved: random numbers in training depend only on the seed, the epoch and the position
+in the epoch.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from ..proxy.mapper import HybridAxialMapper
 from .shards import differences, plain
 
 Epoch = dict[str, Any]
-"""What history has of an epoch, see `loop.train`."""
+"""The entry of an epoch in the history; see `loop.train`."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """All that changes in training.
+    """Everything that changes in training.
 
     Args:
-        mapper: As it is trained.
-        averaged: Its running mean.
-        optimizer: Of the mapper's parameters.
-        scheduler: Of the optimizer.
+        mapper: The mapper that is trained.
+        averaged: A mapper with the running mean of its weights.
+        optimizer: The optimizer of the mapper's parameters.
+        scheduler: The learning-rate schedule of the optimizer.
     """
 
     mapper: HybridAxialMapper
@@ -46,11 +47,11 @@ class Trained:
 
 
 class Checkpoints:
-    """A folder of them.
+    """A folder of checkpoints.
 
     Args:
-        folder: Made where missing.
-        identity: What decides the weights that come out, for JSON.
+        folder: The folder; created if missing.
+        identity: Everything that determines the trained weights, as values for JSON.
     """
 
     def __init__(self, folder: str | Path, identity: dict[str, Any]) -> None:
@@ -58,10 +59,10 @@ class Checkpoints:
         self.identity = plain(identity)
 
     def start(self, resume: bool) -> None:
-        """Look before any work whether the run may begin, or go on.
+        """Check, before any work, that the run may start or resume.
 
         Raises:
-            InvalidInputError: There are checkpoints, and they are not to be gone on with, or are those of another run.
+            InvalidInputError: There are checkpoints, and ``resume`` is false or they belong to another run.
         """
         last = self.last()
         if last is None:
@@ -75,17 +76,17 @@ class Checkpoints:
         different = list(differences({"run": self.identity}, {"run": found}))
         if different:
             raise InvalidInputError(
-                f"{last} is of another run: {'; '.join(line.removeprefix('run.') for line in different)}. Give what it "
-                "was made with, delete it, or give another --out"
+                f"{last} is of another run: {'; '.join(line.removeprefix('run.') for line in different)}. Give the "
+                "config and the data that it was made with, delete it, or give another --out"
             )
 
     def save(self, trained: Trained, history: list[Epoch], best: int) -> None:
-        """After an epoch; it appears whole. All but this and the best one are deleted then.
+        """Save the state after an epoch, atomically, then delete all checkpoints but this one and the best one.
 
         Args:
-            trained: What to keep.
-            history: Of all epochs so far; the checkpoint is that of the last one.
-            best: The epoch whose averaged weights agreed best, from 1.
+            trained: The state to save.
+            history: The entries of all epochs so far; the last one is the epoch to save.
+            best: The epoch whose averaged weights agree best with the teacher, from 1.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".epoch-*"):
@@ -107,11 +108,11 @@ class Checkpoints:
                 shutil.rmtree(other)
 
     def last(self) -> Path | None:
-        """The folder of the last epoch, or None."""
+        """The folder of the last epoch, or None if there is no checkpoint."""
         return max(self._all(), default=None)
 
     def restore(self, trained: Trained) -> list[Epoch]:
-        """Put all as it was after the last epoch that was saved, and return its history; `[]` if there is none."""
+        """Restore the state of the last checkpoint and return its history; `[]` if there is no checkpoint."""
         last = self.last()
         if last is None:
             return []
@@ -124,7 +125,7 @@ class Checkpoints:
         return history
 
     def load_averaged(self, module: nn.Module, epoch: int) -> None:
-        """The running mean of the weights as it was after an epoch that is kept, from 1."""
+        """Load the averaged weights of an epoch, from 1, into ``module``; the epoch must have a checkpoint."""
         module.load_state_dict(load_file(self._path(epoch) / "averaged.safetensors"))
 
     def _path(self, epoch: int) -> Path:

@@ -1,4 +1,4 @@
-"""A training run as a TOML file says it.
+"""The configuration of a training run, as a TOML file:
 
     title = "SmolLM2-135M, its own first layers"
     target = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -10,8 +10,8 @@
     proxy_layers = 10
     hidden_layers = [2, 5, 8, 10]
 
-All other keys are the fields of `TrainingConfig`; the tables ``features``, ``mapper`` and ``loss`` are
-`FeatureRecipe`, the sizes of `HybridAxialMapperConfig`, and `HybridLoss`.
+The other keys are the other fields of `TrainingConfig`. The tables ``features``, ``mapper`` and ``loss`` are a
+`FeatureRecipe`, the sizes of a `HybridAxialMapperConfig`, and a `HybridLoss`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ SIZES = (
     "overlap",
     "dropout",
 )
-#: What does not change the weights that come out. (Which shards are read does, and their order; not where they lie.)
+#: Fields that do not change the trained weights. (The shards and their order do; where they are stored does not.)
 FREE = ("title", "out", "limits", "licence", "teacher", "ridge")
-#: Sizes whose default in training is another than the mapper's own.
+#: Sizes whose default in training differs from that of `HybridAxialMapperConfig`.
 DEFAULT_SIZES = {"dropout": 0.2}
 LIMITS = """- For the weights named above. Other weights of the same geometry work with a warning, a little less well.
 - Agreement is with KVzip, not with answers: see the repository's benchmarks for those."""
@@ -51,35 +51,36 @@ LIMITS = """- For the weights named above. Other weights of the same geometry wo
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Everything that decides a run.
+    """Everything that determines a training run.
 
     Args:
-        title: Of the mapper's card.
-        target: M_l, as the commands' ``--target``.
-        teacher: Folders of shards that ``proxykv teacher`` wrote for it. Documents are taken in this order.
+        title: The title of the mapper's card.
+        target: The target M_l, given like the commands' ``--target``.
+        teacher: Folders of shards that ``proxykv teacher`` wrote for the target. Documents are taken in this order.
         out: Folder for the mapper, its card, the results, and the checkpoints.
         features: What is read from the proxy.
-        proxy: M_s, like ``target``; None for the target's own first layers.
-        mapper: Some of ``SIZES``; the others are `HybridAxialMapperConfig`'s, and dropout 0.2: there are many
-            channels, and few documents.
-        loss: What is learned.
-        learning_rate: At its peak.
-        weight_decay: Of matrices; vectors have none.
+        proxy: The proxy M_s, given like ``target``; None for the target's own first layers.
+        mapper: Sizes of the mapper, some of ``SIZES``. The others have the defaults of `HybridAxialMapperConfig`,
+            except that dropout is 0.2, since there are many channels and few documents.
+        loss: The training loss.
+        learning_rate: The peak learning rate.
+        weight_decay: The weight decay of matrices; vectors have none.
         epochs: Passes over the documents.
-        batch: Documents a step, over all processes: their number must divide it.
-        warm_up: Share of the steps over which the learning rate rises; then it falls as a cosine, to 0.
-        ema_decay: Of the running mean of the weights, which is what is evaluated and saved; 0 for the weights
-            themselves. Smaller in the first steps: ``min(ema_decay, (1 + step) / (10 + step))``.
-        clip_norm: The most that the gradient's norm may be.
-        noise: Deviation of the noise on the mapper's bottleneck.
-        seed: Of the first weights, the order of documents, dropout, noise and sampled pairs.
-        patience: Epochs without a better agreement after which training stops.
-        ridge: Strength of the ridge regression that the mapper is compared with; 0 for none. It takes `[C, C]`.
-        limits: Of the mapper's card, a Markdown list; the length of the documents is added to it.
-        licence: Of the mapper, SPDX id in lower case.
+        batch: Documents per step, over all processes. The number of processes must divide it.
+        warm_up: Share of the steps over which the learning rate rises; it then falls to 0 as a cosine.
+        ema_decay: Decay of the running mean of the weights. The mean is what is evaluated and saved; 0 makes it the
+            weights themselves. In the first steps it is smaller: ``min(ema_decay, (1 + step) / (10 + step))``.
+        clip_norm: The largest norm that the gradient may have.
+        noise: Standard deviation of the noise that training adds to the mapper's bottleneck.
+        seed: The seed of the initial weights, the order of documents, dropout, noise and sampled pairs.
+        patience: Training stops after this many epochs without a better agreement.
+        ridge: Strength of the ridge regression that the mapper is compared with; 0 for no comparison. The regression
+            needs memory for a `[C, C]` matrix.
+        limits: The limits in the mapper's card, a Markdown list; the length of the documents is added to it.
+        licence: The mapper's licence, an SPDX id in lower case.
 
     Raises:
-        InvalidInputError: On construction, naming the argument.
+        InvalidInputError: On construction; the message names the argument.
     """
 
     title: str
@@ -110,7 +111,7 @@ class TrainingConfig:
         object.__setattr__(self, "teacher", tuple(self.teacher))
         _refuse_unknown("mapper", self.mapper, SIZES)
         object.__setattr__(self, "mapper", DEFAULT_SIZES | self.mapper)
-        HybridAxialMapperConfig(**self.mapper)  # has rules of its own
+        HybridAxialMapperConfig(**self.mapper)  # raises if a size is invalid
         rules = {
             "title": (bool(self.title), "a title"),
             "target": (bool(self.target), "a folder or an id"),
@@ -135,20 +136,20 @@ class TrainingConfig:
 
     @classmethod
     def read(cls, path: str | Path, **replaced: Any) -> TrainingConfig:
-        """From a TOML file.
+        """Read a TOML file.
 
         Args:
             path: The file. Folders in it are relative to the working folder; ``~`` is the home folder.
-            replaced: Fields to set instead of what the file says.
+            replaced: Fields that replace those of the file.
 
         Raises:
-            FileNotFoundError: There is none.
-            InvalidInputError: It is no TOML, or an argument is unknown, missing, or not what it must be.
+            FileNotFoundError: There is no such file.
+            InvalidInputError: The file is not TOML, or a field is unknown, missing or invalid.
         """
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InvalidInputError(f"expected a TOML file, but {path} is none: {error}") from error
+            raise InvalidInputError(f"expected a TOML file, but {path} is not one: {error}") from error
         try:
             return cls.from_dict(data | replaced)
         except InvalidInputError as error:
@@ -156,10 +157,10 @@ class TrainingConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainingConfig:
-        """From plain values, as TOML or JSON has them.
+        """Make a config from plain values, as TOML or JSON has them.
 
         Raises:
-            InvalidInputError: An argument is unknown, missing, or not what it must be.
+            InvalidInputError: A field is unknown, missing or invalid.
         """
         given = _checked(cls, data, "")
         given["features"] = FeatureRecipe(**_checked(FeatureRecipe, given["features"], "features."))
@@ -172,26 +173,26 @@ class TrainingConfig:
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it back."""
+        """The fields as values for JSON, which `from_dict` reads back."""
         return dataclasses.asdict(self)
 
     @property
     def folder(self) -> Path:
-        """``out``, ``~`` expanded."""
+        """``out`` as a path, with ``~`` expanded."""
         return Path(self.out).expanduser()
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints within it."""
+        """The folder of the checkpoints, inside ``folder``."""
         return self.folder / "checkpoints"
 
     def identity(self) -> dict[str, Any]:
-        """All that decides the weights that come out, for JSON."""
+        """The fields that determine the trained weights, as values for JSON."""
         return {name: value for name, value in self.to_dict().items() if name not in FREE}
 
 
 def _checked(kind: Any, data: dict[str, Any], where: str) -> dict[str, Any]:
-    """The arguments of a dataclass, after a look at their names and types."""
+    """Check the names and types of a dataclass's arguments, and return a copy of them."""
     fields = {entry.name: entry for entry in dataclasses.fields(kind)}
     _refuse_unknown(where.rstrip(".") or "the file", data, fields)
     missing = [
@@ -212,7 +213,7 @@ def _refuse_unknown(where: str, found: Collection[str], known: Collection[str]) 
 
 
 def _check_kind(name: str, value: Any, annotation: str) -> None:
-    """Refuse a value of another type than the annotation's."""
+    """Refuse a value that does not have the annotated type."""
     expected, fits = KINDS[annotation]
     if not fits(value):
         raise InvalidInputError(f"{name}: expected {expected}, got {value!r}")
@@ -238,7 +239,7 @@ def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, (list, tuple)) and all(map(fits, value))
 
 
-#: For each annotation of a field, what it is in words and in TOML.
+#: For each annotation of a field: the type in words, and a test for values that TOML reads.
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("text", _is_text),
     "str | None": ("text", lambda value: value is None or _is_text(value)),

@@ -1,8 +1,8 @@
-"""The documents that mappers are trained on: real text and generated retrieval material, seeded.
+"""The documents that mappers are trained on: real text and generated retrieval documents, from a seed.
 
-Document k depends on the seed, k and the text files alone, so that processes can share the work and a
-run can go on where another stopped. Held-out documents come from files, and use made-up words, that no
-training document ever sees: the hash of a file's name, or of the word, decides.
+Document k depends only on the seed, on k and on the text files, so processes can share the work, and a run can
+continue where another one stopped. Held-out documents use files and made-up words that no training document uses: the
+hash of the file's name, or of the word, decides.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, Literal
 from ..errors import InvalidInputError, ProxyKVWarning
 from .generated import Names, chains, dialogue, is_held_out, lists, needles, records, table, words
 
-#: Changes whenever a document of a seed would be another one.
+#: Increases whenever a change of the code changes the documents of a seed.
 VERSION = 1
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 SUFFIXES = (".py", ".rst", ".txt", ".md")
-#: Kinds of documents and how often each is drawn.
+#: The kinds of documents, and the weight with which each is drawn.
 KINDS = {
     "text": 5,
     "joined": 2,
@@ -48,11 +48,11 @@ GENERATORS: dict[str, Callable[[random.Random, Names, str], str]] = {
     "chains": chains,
     "dialogue": dialogue,
 }
-#: Characters written per wanted token: more than any text has, so that the tokens can be cut to number.
+#: Characters generated per wanted token: more than texts have per token, so that there are always enough tokens.
 CHARACTERS_PER_TOKEN = 6
-#: A file counts as no more than so many characters when one is drawn, lest the long ones be all there is.
+#: Files are drawn in proportion to their characters, but at most this many, so that long files do not dominate.
 LONGEST_SHARE = 64_000
-#: Shorter files are of no use.
+#: Files with fewer characters are left out.
 LEAST_CHARACTERS = 200
 
 
@@ -61,10 +61,10 @@ class Document:
     """A text to be scored.
 
     Args:
-        text: Of somewhat more than ``tokens`` tokens, to be cut.
-        tokens: N, how many are wanted.
+        text: The text. It has more than ``tokens`` tokens and is cut later.
+        tokens: N, the number of tokens wanted.
         kind: A key of ``KINDS``.
-        sources: The files that its text was taken from, as ``folder/path``.
+        sources: The files that the text was taken from, as ``folder/path``.
         split: ``"train"`` or ``"held_out"``.
     """
 
@@ -82,8 +82,8 @@ class TextFile:
     Args:
         name: ``folder/path``.
         path: Where it is.
-        characters: Its length.
-        sha256: Of its content, unpacked.
+        characters: Its length in characters.
+        sha256: The SHA-256 of its text, unpacked.
     """
 
     name: str
@@ -95,17 +95,20 @@ class TextFile:
 class Corpus:
     """All documents of a seed.
 
+    Files that are not UTF-8 text are left out, with one `ProxyKVWarning`.
+
     Args:
-        folders: Folders of text, each a source of its own under its last name, read with all below them:
-            files that end in one of ``SUFFIXES``, or these with ``.gz``. A file that is there twice counts once.
-        split: Which side's documents. A file's own name, without folders and ``.gz``, decides on its side.
-        seed: Other documents for every seed.
-        tokens: Least and greatest length; short documents are the more frequent (log-uniform).
+        folders: Folders of text. Each is a source, named by the last part of its path, and is read with its subfolders:
+            all files that end in one of ``SUFFIXES``, or in one of these and ``.gz``. A text that is there twice counts
+            once.
+        split: Whether to make training or held-out documents. A file belongs to one of the two by its own name, without
+            folders and ``.gz``.
+        seed: Every seed gives other documents.
+        tokens: Least and greatest length of a document. Lengths are log-uniform, so short documents are more frequent.
 
     Raises:
-        InvalidInputError: No folder, two of one name, no text on this side, or a wrong range.
-
-    Files that are no text in UTF-8 are left out with one `ProxyKVWarning`.
+        InvalidInputError: There is no folder, two folders have the same name, there is no text for this split, or the
+            range of lengths is invalid.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class Corpus:
             self.sources.setdefault(file.name.split("/")[0], []).append(file)
 
     def recipe(self) -> dict[str, Any]:
-        """What decides on the documents, for JSON."""
+        """Everything that determines the documents, as values for JSON."""
         files = [file for files in self.sources.values() for file in files]
         digest = hashlib.sha256("".join(f"{file.name} {file.sha256}\n" for file in files).encode())
         return {
@@ -146,7 +149,7 @@ class Corpus:
         }
 
     def document(self, number: int) -> Document:
-        """The document of this number, from 0; there is no last one."""
+        """The document of a number, from 0. Every number has a document."""
         rng = random.Random(f"{self.seed} {number}")
         kind = rng.choices(list(KINDS), weights=list(KINDS.values()))[0]
         low, high = map(math.log, self.tokens)
@@ -163,7 +166,7 @@ class Corpus:
         return Document(text, tokens, kind, files, self.split)
 
     def _piece(self, rng: random.Random, source: str, characters: int) -> tuple[str, tuple[str, ...]]:
-        """Whole lines from a random place of a file, and from other files of the source till it is enough."""
+        """About ``characters`` of text from random lines of a source's files on, and the names of these files."""
         files = self.sources[source]
         bounds = list(itertools.accumulate(min(file.characters, LONGEST_SHARE) for file in files))
         pieces: list[str] = []
@@ -182,18 +185,18 @@ class Corpus:
 
 
 def own_name(path: Path) -> str:
-    """A file's name without folders and without ``.gz``: the same from wherever its folder is given."""
+    """A file's name without folders and ``.gz``. It does not depend on which of its parent folders was given."""
     return path.name.removesuffix(".gz")
 
 
 def read_text(path: Path) -> str:
-    """A file's text, unpacked, with line feeds only."""
+    """Read the text of a file, unpacked if it is a ``.gz``, with line feeds as the only line ends."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return data.decode("utf-8-sig").replace("\r\n", "\n")
 
 
 def read_folders(folders: Sequence[str | Path]) -> list[TextFile]:
-    """All text files in the folders, in the order of their names; see `Corpus`."""
+    """Find all text files in the folders, in the order of their names; see `Corpus`."""
     roots = sorted((Path(folder).resolve() for folder in folders), key=lambda root: root.name)
     for root, other in itertools.pairwise(roots):
         if root.name == other.name:
@@ -202,7 +205,7 @@ def read_folders(folders: Sequence[str | Path]) -> list[TextFile]:
     unreadable: list[str] = []
     for root in roots:
         if not root.is_dir():
-            raise InvalidInputError(f"expected a folder of text files, but {root} is none")
+            raise InvalidInputError(f"expected a folder of text files, but {root} is not a folder")
         paths = (path for path in root.rglob("*") if own_name(path).endswith(SUFFIXES) and path.is_file())
         for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
             name = f"{root.name}/{path.relative_to(root).as_posix()}"
@@ -216,7 +219,7 @@ def read_folders(folders: Sequence[str | Path]) -> list[TextFile]:
                 found.setdefault(digest, TextFile(name, path, len(text), digest))
     if unreadable:
         warnings.warn(
-            f"left out {len(unreadable)} files that are no text in UTF-8: {', '.join(unreadable[:3])}"
+            f"left out {len(unreadable)} files that are not UTF-8 text: {', '.join(unreadable[:3])}"
             + (", …" if len(unreadable) > 3 else ""),
             ProxyKVWarning,
             stacklevel=3,

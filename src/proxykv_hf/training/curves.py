@@ -1,4 +1,4 @@
-"""A training run as a picture."""
+"""The plot of a training run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from .metrics import RATIOS
 
 
 def plot(history: Sequence[Epoch], baseline: dict[str, float], path: Path, title: str) -> None:
-    """A PNG: loss and terms, agreement within each head, and over all heads, by epoch; needs matplotlib.
+    """Draw the loss and its terms, the agreement within heads and the agreement over all heads, by epoch, as a PNG.
+
+    This needs matplotlib.
 
     Args:
         history: From `loop.train`.
-        baseline: The head prior's metrics, dashed.
-        path: The file.
-        title: Above all.
+        baseline: The metrics of the head prior, drawn as dashed lines.
+        path: The file to write.
+        title: The title of the figure.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What training reads: folders of shards, and each document's features and log scores when they are asked for."""
+"""The data of training: documents from folders of shards, whose features and log scores are read on access."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ..geometry import ModelGeometry
 from .feature_cache import feature_path, read_features
 from .shards import Shard, checked_shards, document_digests, read_entries
 
-#: Scores below this are the same to the log scale; float16 has nothing below 6e-8.
+#: Smaller scores are raised to this before the logarithm. (The smallest positive float16 is 6e-8.)
 SCORE_FLOOR = 1e-7
 #: Bytes of documents that a dataset keeps in memory.
 IN_MEMORY = 2 << 30
-#: Without documents that are held out on purpose, one in so many is.
+#: If no shard holds held-out documents, one document in this many is held out.
 HELD_OUT_EVERY = 5
 LEAST_DOCUMENTS = 5
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a document is.
+    """Where a document is stored.
 
     Args:
-        name: Folder and name, unlike any other's.
-        kind: As `corpus.Document` has it.
+        name: The document's folder and name, which is unique.
+        kind: The kind of document; see `corpus.Document`.
         split: ``"train"`` or ``"held_out"``.
-        tokens: N.
-        shard: The file of its scores.
-        features: The file of its features.
-        entry: Its name within both.
+        tokens: N, the number of tokens.
+        shard: The file of the document's scores.
+        features: The file of the document's features.
+        entry: The document's name in both files.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Place:
 
 @dataclass(frozen=True)
 class TrainingDocument:
-    """A document, read.
+    """A document with its features and scores.
 
     Args:
-        name: See `Place`, as for the next two.
-        kind: The same.
-        split: The same.
+        name: See `Place`.
+        kind: See `Place`.
+        split: See `Place`.
         features: `[C, N]`, float16.
-        scores: `[L, H, N]`, float32, natural logarithms, of the full-attention layers only.
+        scores: `[L, H, N]`, float32: natural logarithms of the scores, of the full-attention layers only.
     """
 
     name: str
@@ -69,14 +69,14 @@ class TrainingDocument:
 
 
 class FeatureDataset(Dataset[TrainingDocument]):
-    """Documents by number, in the order given.
+    """Documents by number, in the given order.
 
-    The first ones that fit into ``memory`` bytes stay there once they are read; the others are read each time.
-    (Documents come in another order every epoch, so that the last ones used would be the wrong ones to keep.)
+    A document that is read stays in memory while there is room within ``memory`` bytes; the others are read from disk
+    each time. (To keep the last documents used instead would not help: every epoch has another order.)
 
     Args:
-        places: Which documents.
-        geometry: The target's.
+        places: The documents.
+        geometry: The target's geometry.
         memory: Bytes of documents that may stay in memory; 0 for none.
     """
 
@@ -101,7 +101,7 @@ class FeatureDataset(Dataset[TrainingDocument]):
 
     @property
     def tokens(self) -> int:
-        """Of all documents."""
+        """The number of tokens of all documents."""
         return sum(place.tokens for place in self.places)
 
     def _read(self, place: Place) -> TrainingDocument:
@@ -118,18 +118,18 @@ class FeatureDataset(Dataset[TrainingDocument]):
 
 
 def taught_shards(folders: Sequence[str | Path], geometry: ModelGeometry, weights: str | None = None) -> list[Shard]:
-    """The finished shards of all folders, in the order given; all of one target.
+    """The finished shards of all folders, in the given order. All must be of one target.
 
     Args:
-        folders: What ``proxykv teacher`` wrote; ``~`` is the home folder.
-        geometry: The target's.
-        weights: Its `weights_fingerprint`; None for the first folder's.
+        folders: Folders that ``proxykv teacher`` wrote; ``~`` is the home folder.
+        geometry: The target's geometry.
+        weights: The target's `weights_fingerprint`; None for that of the first folder.
 
     Raises:
-        InvalidInputError: No shard is finished, or a document is in two folders: it would be learned twice, or
-            learned and held out.
-        ShardError: Shards that are damaged, or not of this target.
-        FileNotFoundError: A folder is none of shards.
+        InvalidInputError: No shard is finished, or a document is in two folders: it would be trained on twice, or both
+            trained on and held out.
+        ShardError: A shard is damaged, or not of this target.
+        FileNotFoundError: A folder has no manifest of shards.
     """
     found: list[Shard] = []
     owners: dict[str, str | Path] = {}
@@ -155,11 +155,11 @@ def taught_shards(folders: Sequence[str | Path], geometry: ModelGeometry, weight
 
 
 def places_of(shards: Sequence[Shard], identity: dict[str, Any]) -> list[Place]:
-    """All documents of some shards, whose features are made.
+    """All documents of some shards.
 
     Args:
-        shards: Of one folder or several.
-        identity: Of the features, see `FeatureMaker.identity`.
+        shards: Shards of one or several folders.
+        identity: The identity of the documents' features; see `FeatureMaker.identity`.
     """
     return [
         Place(
@@ -177,13 +177,13 @@ def places_of(shards: Sequence[Shard], identity: dict[str, Any]) -> list[Place]:
 
 
 def split(places: Sequence[Place]) -> tuple[list[Place], list[Place]]:
-    """Documents for training, and held out.
+    """Split documents into those for training and those that are held out.
 
-    Held out are those whose shards say so, or, where none does, every fifth, in the order given: what a folder is
-    called and where it lies changes nothing.
+    The shards say which documents are held out. If they say so of none, every fifth document is held out, in the given
+    order, so the split does not depend on the names or places of the folders.
 
     Raises:
-        InvalidInputError: Fewer than five, or all held out.
+        InvalidInputError: There are fewer than five documents, or all are held out.
     """
     held_out = [place for place in places if place.split == "held_out"] or list(places[::HELD_OUT_EVERY])
     names = {place.name for place in held_out}

@@ -1,9 +1,9 @@
 """The proxy's features of a teacher's documents, made once and kept beside the shards.
 
-A folder of shards holds, for each proxy and recipe, a folder ``features-<key>`` with a file of the same name for
-each shard: ``doc-000012.features``, float16 `[C, N]`, of each document, without the chat template's part, and in
-the header, as JSON, what they were made from. A file appears whole or not at all, so a run that was stopped goes
-on with the next shard.
+A folder of shards holds a folder ``features-<key>`` for each proxy and recipe, with one file for each shard, of the
+same name. The file holds ``doc-000012.features``, float16 `[C, N]`, for each document, without the tokens of the chat
+template. Its header says, as JSON, what the features were made from. Files are written atomically, so a run that was
+stopped continues with the next shard.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ..geometry import weights_fingerprint
 from ..proxy.features import LOG_FLOOR, NEIGHBOURHOOD, WINDOW, FeatureRecipe, proxy_features
 from .shards import Shard, differences, plain, read_shard
 
-#: Counted up when features of the same recipe come out otherwise.
+#: Increases whenever a change of the code changes the features of a recipe.
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class FeatureMaker:
-    """A proxy and what is read from it.
+    """A proxy and the features that are read from it.
 
     Args:
-        proxy: A decoder without language-model head, cut to ``recipe.proxy_layers`` layers.
-        recipe: The features.
-        tokenizer: The proxy's, for the source ``reconstruction``.
+        proxy: A decoder without a language-model head, cut to ``recipe.proxy_layers`` layers.
+        recipe: Which features are read.
+        tokenizer: The proxy's tokenizer, which the source ``reconstruction`` needs.
     """
 
     proxy: PreTrainedModel
@@ -46,7 +46,7 @@ class FeatureMaker:
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def identity(self) -> dict[str, Any]:
-        """What decides the features of given tokens, for JSON."""
+        """Everything that determines the features of given tokens, as values for JSON."""
         constants = {"neighbourhood": NEIGHBOURHOOD, "window": WINDOW, "log_floor": LOG_FLOOR}
         return {
             "format": FORMAT,
@@ -58,16 +58,16 @@ class FeatureMaker:
 
 
 def feature_path(shard: Shard, identity: dict[str, Any]) -> Path:
-    """Where the features of a shard lie."""
+    """The file of a shard's features."""
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     return shard.path.parent / f"features-{key}" / shard.path.name
 
 
 def missing_features(shards: Iterable[Shard], identity: dict[str, Any]) -> list[Shard]:
-    """The shards that have no features yet, or features of something else.
+    """The shards whose features are missing or must be made again.
 
-    Features that are there and do not fit, since the shard grew say, or cannot be read, are to be made again:
-    a `ProxyKVWarning` says why.
+    Features must be made again if they cannot be read, or do not fit, for example because the shard has grown. A
+    `ProxyKVWarning` says why.
     """
     missing = []
     for shard in shards:
@@ -81,17 +81,17 @@ def missing_features(shards: Iterable[Shard], identity: dict[str, Any]) -> list[
 
 
 def make_features(shards: Iterable[Shard], maker: FeatureMaker, progress: bool = True) -> None:
-    """Run the proxy over the documents of some shards.
+    """Run the proxy over the documents of some shards, and write their features.
 
     Args:
-        shards: Those that `missing_features` names, or this process's part of them.
+        shards: The shards that `missing_features` names, or this process's part of them.
         maker: The proxy and the recipe.
-        progress: Show a bar.
+        progress: Show a progress bar.
 
     Raises:
         ShardError: A shard is damaged.
-        InvalidInputError: Features that are no numbers, a half-precision overflow say; or ``reconstruction``
-            without a tokenizer.
+        InvalidInputError: Features are not finite, for example after an overflow in half precision; or the recipe reads
+            ``reconstruction`` and there is no tokenizer.
     """
     from tqdm import tqdm
 
@@ -116,7 +116,7 @@ def make_features(shards: Iterable[Shard], maker: FeatureMaker, progress: bool =
 
 
 def read_features(path: Path, name: str) -> torch.Tensor:
-    """The features of one document, `[C, N]`, float16; nothing else is read."""
+    """Read the features of one document, `[C, N]`, float16, and nothing else of the file."""
     with safe_open(path, framework="pt") as file:
         features: torch.Tensor = file.get_tensor(f"{name}.features")
     return features
@@ -127,10 +127,10 @@ def _expected(shard: Shard, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(path: Path, expected: dict[str, Any]) -> str:
-    """In words, why a file is not what is expected, or nothing."""
+    """Say in words why a file is not the expected one; an empty text if it is."""
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads(file.metadata()["proxykv"])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        return f"no whole file of features ({error})"
+        return f"not a complete file of features ({error})"
     return "; ".join(differences(expected, header))

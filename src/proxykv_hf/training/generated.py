@@ -1,7 +1,7 @@
-"""Retrieval material made up for training: text of which single tokens must be kept.
+"""Generated retrieval documents: texts in which single tokens matter and must be kept.
 
-Needles strewn into text, records, tables, lists, words, chains of assignments and dialogues, with random names
-and values. Every beginning of such a text is as good as the whole, so it may be cut at any length.
+They are needles inserted into text, records, tables, lists, words, chains of assignments and dialogues, with random
+names and values. Each text may be cut at any length, since every beginning of it is a document of the same kind.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable
 
-#: One of so many file names and made-up words is held out.
+#: One in this many file names and made-up words is held out.
 HELD_OUT_SHARE = 10
 
 SYLLABLES = """
@@ -82,17 +82,17 @@ BULLETS = ("- ", "* ", "+ ", "{number}. ", "{number}) ", "[ ] ")
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file name or a made-up word is for held-out documents only: its SHA-256 decides."""
+    """Whether a file name or a word is used only for held-out documents; its SHA-256 decides."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELD_OUT_SHARE == 0
 
 
 class Names:
-    """Random names and values of one side of the split.
+    """Random names and values, for training documents or for held-out documents.
 
     Args:
-        rng: Where they come from.
-        held_out: The side; no name of one side is ever made on the other.
-        text: Some text, whose own words serve as names too.
+        rng: The random generator.
+        held_out: Whether they are for held-out documents. The two sides share no word.
+        text: A text whose words are used in names too.
     """
 
     def __init__(self, rng: random.Random, held_out: bool, text: str) -> None:
@@ -101,7 +101,7 @@ class Names:
         self.known = [word for word in known if is_held_out(word) == held_out]
 
     def word(self) -> str:
-        """A word of the text, or one that is none."""
+        """A word of the text, or a made-up one."""
         if self.known and self.rng.random() < 0.5:
             return self.rng.choice(self.known)
         while True:
@@ -110,14 +110,14 @@ class Names:
                 return word
 
     def key(self) -> str:
-        """One or two words, sometimes with a number, in one of the ways in which keys are written."""
+        """One or two words, sometimes with a number, joined by spaces, underscores or hyphens."""
         parts = [self.word() for _ in range(self.rng.randint(1, 2))]
         if self.rng.random() < 0.3:
             parts.append(str(self.rng.randrange(1000)))
         return self.rng.choice((" ", "_", "-")).join(parts)
 
     def owner(self) -> str:
-        """What looks like a person's or a place's name."""
+        """A name that looks like that of a person or a place."""
         return " ".join(self.word().title() for _ in range(self.rng.randint(1, 2)))
 
     def value(self) -> str:
@@ -138,7 +138,7 @@ class Names:
 
 
 def strewn(rng: random.Random, text: str, lines: list[str]) -> str:
-    """``lines`` at random places of ``text``, in order, where a line or a sentence of it ends."""
+    """``text`` with ``lines`` inserted at random places, in order: at its start, or after a line or a sentence."""
     breaks = [match.end() for match in re.finditer(r"\n+|(?<=[.!?]) ", text)]
     places = sorted(rng.choices([0, *breaks], k=len(lines)))
     parts, before = [], 0
@@ -149,14 +149,15 @@ def strewn(rng: random.Random, text: str, lines: list[str]) -> str:
 
 
 def needles(rng: random.Random, names: Names, text: str) -> str:
-    """Facts in ``text``, many or few; in a third of the documents worded alike, in a third of one owner.
+    """``text`` with facts inserted, many or few.
 
-    In a tenth the text is a passage that repeats itself.
+    In a third of the documents all facts have the same wording, and in a third the same owner. In a tenth of the
+    documents the text is one passage that is repeated.
     """
     if rng.random() < 0.1:
         passage = text[: rng.randint(100, 400)].strip() + "\n"
         text = passage * (len(text) // len(passage) + 1)
-    gap = round(2 ** rng.uniform(7.5, 10))  # characters of text to a fact
+    gap = round(2 ** rng.uniform(7.5, 10))  # characters of text per fact
     count = max(1, len(text) // gap)
     wordings = rng.choices(FACTS, k=1 if rng.random() < 0.33 else count)
     owners = [names.owner() for _ in range(1 if rng.random() < 0.33 else count)]
@@ -171,7 +172,7 @@ def needles(rng: random.Random, names: Names, text: str) -> str:
 
 
 def chains(rng: random.Random, names: Names, text: str) -> str:
-    """Several chains ``x = value, y = x, z = y``, their links mixed and strewn into ``text``, or alone."""
+    """Several chains ``x = value, y = x, z = y``: their links, mixed, inserted into ``text`` or without the text."""
     alone = rng.random() < 0.3
     link = rng.choice(LINKS)
     count = max(1, len(text) // (40 if alone else round(2 ** rng.uniform(7, 9))))
@@ -187,7 +188,7 @@ def chains(rng: random.Random, names: Names, text: str) -> str:
 
 
 def until(characters: int, line: Callable[[], str], separator: str = "\n") -> str:
-    """Lines, one after the other, till there are so many characters."""
+    """Make lines until they have at least this many characters, and join them."""
     lines: list[str] = []
     written = 0
     while written < characters:
@@ -197,7 +198,7 @@ def until(characters: int, line: Callable[[], str], separator: str = "\n") -> st
 
 
 def records(rng: random.Random, names: Names, text: str) -> str:
-    """Keys and values in one format, or facts and nothing else."""
+    """Keys and values, all in one format, or facts, all in one wording."""
     form = rng.choice(RECORDS if rng.random() < 0.6 else FACTS)
     field, same = names.word(), rng.random() < 0.5
 
@@ -209,7 +210,7 @@ def records(rng: random.Random, names: Names, text: str) -> str:
 
 
 def table(rng: random.Random, names: Names, text: str) -> str:
-    """Rows of three to six columns, the first a name."""
+    """A table of three to six columns; the first column holds keys."""
     columns = [names.word() for _ in range(rng.randint(3, 6))]
     bar = rng.choice((" | ", ",", "\t", "  "))
     kinds = [rng.choice((names.value, names.word, lambda: str(rng.randrange(1000)))) for _ in columns[1:]]
@@ -218,7 +219,7 @@ def table(rng: random.Random, names: Names, text: str) -> str:
 
 
 def lists(rng: random.Random, names: Names, text: str) -> str:
-    """Headings, and some items under each."""
+    """Lists of a few items, each under a heading."""
 
     def section() -> str:
         bullet, noted = rng.choice(BULLETS), rng.random() < 0.5
@@ -232,7 +233,7 @@ def lists(rng: random.Random, names: Names, text: str) -> str:
 
 
 def words(rng: random.Random, names: Names, text: str) -> str:
-    """Words in random order, some far more often than others, plain or numbered."""
+    """Words in random order, some much more frequent than others, plain or numbered."""
     pool = [names.word() for _ in range(rng.randint(10, 120))]
     steepness = rng.uniform(0.0, 2.0)
     weights = [(rank + 1) ** -steepness for rank in range(len(pool))]
@@ -246,7 +247,7 @@ def words(rng: random.Random, names: Names, text: str) -> str:
 
 
 def dialogue(rng: random.Random, names: Names, text: str) -> str:
-    """Two to four speakers, who tell facts, chat, and ask for facts told before."""
+    """A dialogue of two to four speakers, who state facts, chat, and ask for facts that were stated before."""
     speakers = [names.owner() for _ in range(rng.randint(2, 4))]
     told: list[dict[str, str]] = []
 

@@ -1,9 +1,9 @@
 """Linear heads on the target's hidden states (`scorers.hidden_state`), trained on a teacher's scores in closed form.
 
-One pass of the target over the documents. Of what enters each attention module, together with the log scores of its
-KV heads, only count, mean and scatter are kept: a ridge regression needs no more, and neither does its error on other
-documents. So the strength of the regularisation is chosen, layer by layer, on documents that the pass kept apart, and
-the heads are then fitted to all of them.
+The target runs over the documents once. For each attention module, only the count, mean and scatter of its input and of
+the log scores of its KV heads are kept: a ridge regression needs no more, nor does its error on other documents. So the
+strength of the regularisation is chosen for each layer on documents that were kept apart, and the heads are then fitted
+to all documents.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .dataset import SCORE_FLOOR
 from .metrics import mean_metrics, measure
 from .shards import ScoredDocument
 
-#: Tried for each layer; standardised channels have variance 1.
+#: Strengths of the regularisation that are tried for each layer, on standardised channels, whose variance is 1.
 STRENGTHS = (1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
-#: One document in so many only chooses the strength.
+#: One document in this many is used to choose the strength.
 CHOOSING_EVERY = 10
 
 
@@ -40,16 +40,16 @@ def train(
     target_id: str,
     strengths: Sequence[float] = STRENGTHS,
 ) -> HiddenStateHeads:
-    """Heads fitted to the log scores of some documents.
+    """Fit heads to the log scores of some documents.
 
     Args:
         model: The target that the documents were scored on.
-        documents: Read once, one at a time; at least two.
-        target_id: What the heads call the target.
-        strengths: Of the regularisation, each above 0.
+        documents: At least two documents, which are read once, one at a time.
+        target_id: How the heads name the target.
+        strengths: Strengths of the regularisation to try, each above 0.
 
     Raises:
-        InvalidInputError: Fewer than two documents.
+        InvalidInputError: There are fewer than two documents.
     """
     geometry = ModelGeometry.from_config(model.config)
     fitting: dict[int, Moments] = {}
@@ -84,7 +84,7 @@ def train(
 
 @torch.no_grad()
 def document_moments(model: PreTrainedModel, document: ScoredDocument) -> dict[int, Moments]:
-    """By full-attention layer, the moments of hidden states and log scores side by side, `[hidden + H]`, float64."""
+    """The moments of hidden states with log scores appended, `[hidden + H]`, float64, for each full-attention layer."""
     geometry = ModelGeometry.from_config(model.config)
     targets = document.scores.float().clamp(min=SCORE_FLOOR).log().mT  # [L, N, H]
     found: dict[int, Moments] = {}
@@ -106,14 +106,16 @@ def document_moments(model: PreTrainedModel, document: ScoredDocument) -> dict[i
 
 
 def solve(moments: Moments, channels: int, strength: float) -> tuple[Tensor, Tensor]:
-    """``(S + strength) W = C``, S and C the correlations of the standardised channels, and with the centred scores.
+    """Solve ``(S + strength) W = C`` for W.
+
+    S is the covariance of the standardised channels, and C their covariance with the scores.
 
     Args:
-        moments: Of channels and scores side by side.
-        channels: How many of the numbers are channels.
+        moments: The moments of channels with scores appended.
+        channels: How many of the values are channels.
         strength: Above 0.
 
-    Returns: weights `[H, channels]` and bias `[H]` for channels as they are.
+    Returns: weights `[H, channels]` and bias `[H]`, for channels that are not standardised.
     """
     covariance = moments.covariance
     deviation = covariance.diagonal()[:channels].clamp(min=1e-8).sqrt()
@@ -125,7 +127,7 @@ def solve(moments: Moments, channels: int, strength: float) -> tuple[Tensor, Ten
 
 
 def squared_error(moments: Moments, weights: Tensor, bias: Tensor) -> float:
-    """The mean squared error of linear heads on the vectors of which these are the moments."""
+    """The mean squared error of linear heads on data with these moments."""
     residual = torch.cat([-weights, torch.eye(len(weights)).to(weights)], dim=1)  # [H, channels + H]
     offset = residual @ moments.mean - bias
     return float(((residual @ moments.covariance * residual).sum(1) + offset.square()).mean())

@@ -1,8 +1,8 @@
 """The loop that trains a mapper, in one process or several.
 
-What is random (the order of documents, dropout, noise, sampled pairs) is drawn from the seed, the epoch and the
-document's place in it, not from a generator that runs along. So a run that was stopped and goes on, and any
-number of processes, do what an undisturbed one does in one process.
+Everything random (the order of documents, dropout, noise, sampled pairs) is seeded with the seed, the epoch and the
+document's position in the epoch, and no generator carries its state to the next document. So a run that is stopped and
+resumed, and a run in several processes, do the same as an uninterrupted run in one process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .metrics import describe, mean_agreement, mean_metrics, measure
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
-    """Device, processes, gradient accumulation; bfloat16 on a GPU that has it.
+    """Set up the device, the processes and gradient accumulation, and bfloat16 on a GPU that supports it.
 
     Raises:
         InvalidInputError: The number of processes does not divide ``batch``.
@@ -50,22 +50,22 @@ def train(
     checkpoints: Checkpoints,
     accelerator: Accelerator,
 ) -> tuple[HybridAxialMapper, list[Epoch]]:
-    """Train, from the last checkpoint if there is one.
+    """Train a mapper, from the last checkpoint if there is one.
 
     Args:
-        mapper: With its head prior and channel statistics; it is trained in place.
-        training: What it learns from.
-        held_out: What it is judged by after every epoch.
-        config: How.
-        checkpoints: Written after every epoch; see `Checkpoints.start`.
+        mapper: The mapper, with its head prior and channel statistics set; it is trained in place.
+        training: The documents to train on.
+        held_out: The documents to evaluate on after every epoch.
+        config: The configuration of the run.
+        checkpoints: Where the state is saved after every epoch; see `Checkpoints.start`.
         accelerator: From `make_accelerator`.
 
     Returns: a mapper with the averaged weights that agreed best with the teacher on ``held_out``, in eval mode on
-        the CPU; and for each epoch ``epoch`` (from 1), ``seconds``, ``learning_rate`` (after its last step), ``loss``,
-        ``terms``, ``metrics`` (see `metrics.measure`) and ``agreement``.
+        the CPU; and the history, with these keys for each epoch: ``epoch`` (from 1), ``seconds``, ``learning_rate``
+        (after the last step), ``loss``, ``terms``, ``metrics`` (see `metrics.measure`) and ``agreement``.
 
     Raises:
-        ScoringError: The loss or its gradient is not finite; what was saved is not touched.
+        ScoringError: The loss or its gradient is not finite. Saved checkpoints are not changed.
     """
     nn.Module.to(mapper, accelerator.device)
     steps = config.epochs * math.ceil(len(training) / config.batch)
@@ -128,31 +128,31 @@ def train(
 
 @torch.no_grad()
 def evaluate(mapper: HybridAxialMapper, documents: FeatureDataset, accelerator: Accelerator) -> dict[str, float]:
-    """Mean metrics of a mapper in eval mode, each process doing its part of the documents."""
+    """The mean metrics of a mapper in eval mode. Each process evaluates a part of the documents."""
     own = range(accelerator.process_index, len(documents), accelerator.num_processes)
     found = [(index, _measure(mapper, documents[index], accelerator.device)) for index in own]
     return mean_metrics([metrics for _, metrics in sorted(gather_object(found))])
 
 
 def best_epoch(history: list[Epoch]) -> int:
-    """The epoch that agreed best, from 1; the first of equals."""
+    """The epoch with the best agreement, from 1; of equal ones, the first."""
     return 1 + max(range(len(history)), key=lambda index: (history[index]["agreement"], -index))
 
 
 def epoch_order(documents: int, batch: int, seed: int, epoch: int) -> list[int]:
-    """Numbers of documents in whole steps of ``batch``; the last step is filled up with the epoch's first ones."""
+    """The documents of an epoch in order, in steps of ``batch``. The epoch's first documents fill up the last step."""
     order = torch.randperm(documents, generator=torch.Generator().manual_seed(_seed(seed, epoch, -1))).tolist()
     return [order[place % documents] for place in range(math.ceil(documents / batch) * batch)]
 
 
 def learning_rate_share(step: int, steps: int, warm_up: float) -> float:
-    """Of the peak, at a step from 0: a linear rise over a share of the steps, under a cosine that falls to 0."""
+    """The share of the peak learning rate at a step, from 0: a linear rise, limited by a cosine that falls to 0."""
     rise = (step + 1) / (warm_up * steps) if warm_up else 1.0
     return min(rise, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 class _NoisyMapper(nn.Module):
-    """A mapper, in training with noise on its bottleneck: what several processes synchronize is one forward."""
+    """A mapper with noise on its bottleneck, for training. It has one forward, which processes can synchronize."""
 
     def __init__(self, mapper: HybridAxialMapper, noise: float) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _NoisyMapper(nn.Module):
 
 
 def _groups(mapper: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Biases and norms are not pulled to zero."""
+    """Groups of parameters: matrices with weight decay; biases and norms without."""
     parameters = [parameter for parameter in mapper.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
@@ -177,7 +177,7 @@ def _seed(seed: int, epoch: int, place: int) -> int:
 
 
 def _seed_all(seed: int, epoch: int, place: int) -> torch.Generator:
-    """Seed torch (dropout, noise), and a generator on the CPU (pairs)."""
+    """Seed torch, for dropout and noise, and return a seeded generator on the CPU, for pairs."""
     number = _seed(seed, epoch, place)
     torch.manual_seed(number)
     return torch.Generator().manual_seed(number)
@@ -190,7 +190,7 @@ def _average(averaged: nn.Module, mapper: nn.Module, decay: float) -> None:
 
 
 def _full_layers(mapper: HybridAxialMapper, scores: Tensor) -> Tensor:
-    """`[1, L, H, N]` to the full-attention layers' `[L, H, N]`."""
+    """The scores of the full-attention layers: `[1, L, H, N]` to `[L, H, N]`."""
     return scores[0, list(mapper.config.target.full_layers)]
 
 
@@ -219,6 +219,6 @@ def _refuse_not_finite(where: str, terms: Mapping[str, Tensor]) -> None:
     wrong = [name for name, value in terms.items() if not torch.isfinite(value)]
     if wrong:
         raise ScoringError(
-            f"training broke down in {where}: not a finite number in {', '.join(wrong)}. Checkpoints of epochs "
-            "before are whole; try a smaller learning_rate, or look at that document"
+            f"training failed in {where}: not a finite number in {', '.join(wrong)}. Checkpoints of earlier epochs "
+            "are intact; try a smaller learning_rate, or look at that document"
         )

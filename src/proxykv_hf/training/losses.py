@@ -1,19 +1,20 @@
-"""The hybrid loss (arXiv 2605.16360, section 3): five terms that say how far Y-hat is from the teacher's Y.
+"""The hybrid loss (arXiv 2605.16360, section 3): five terms that measure how far Y-hat is from the teacher's Y.
 
-Both are natural logarithms of scores, `[L, H, n]` of one document. A score is a KV pair's *mass*: exp(Y).
+Y and Y-hat are natural logarithms of the scores of one document, `[L, H, n]`. The score itself, exp(Y), is called the
+*mass* of a KV pair.
 
 | symbol | name in code |
 |---|---|
 | Y, Y-hat | ``teacher``, ``ours`` |
-| R, a ratio rho of it, its weight | ``ratios``, ``ratio``, ``ratio_weights`` |
+| R, a ratio rho in R, its weight | ``ratios``, ``ratio``, ``ratio_weights`` |
 | Top-K, K = round(rho * n) | the first K of ``order`` |
 | T | all heads: L * H |
 
-Top-K is taken twice, since it depends on who shares the budget (``allocation``): within each head, K of n, and
-over all heads, K of T * n. A term that uses it is the mean of both *views*, `[T, n]` and `[1, T * n]`.
+The Top-K depends on how the budget is allocated, so it is taken in two *views* of the scores: within each head, K of n
+(`[T, n]`), and over all heads, K of T * n (`[1, T * n]`). A term that uses the Top-K is the mean over both views.
 
-Pairs are sampled, a fixed number for each head and ratio: memory is linear in n. They come from a generator on
-the CPU that the caller seeds, so every device draws the same.
+Terms that compare two KV pairs, i and j, sample a fixed number of (i, j) for each head and ratio, so memory is linear
+in n. A generator on the CPU, which the caller seeds, draws them, so every device uses the same ones.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.nn import functional
 
 from ..errors import InvalidInputError
 
-#: The terms, and what each weighs by default.
+#: The terms and their default weights.
 WEIGHTS = {"binary": 1.0, "mse": 1.0, "fine": 1.0, "global": 1.0, "cosine": 1.0}
 
 
@@ -37,17 +38,17 @@ def binary_loss(
 ) -> Tensor:
     """L_bin: is each KV pair on the right side of the cut?
 
-    For each rho in R the binary cross-entropy of ``sigmoid((Y-hat - cut) / temperature)`` against membership of
-    the teacher's Top-K, mean over all KV pairs; ``cut`` is the K-th largest of Y-hat itself and is not
-    differentiated. Mean over R by weight, and over both views. KV pairs that tie with the teacher's K-th are
-    members too.
+    For each rho in R: the binary cross-entropy of ``sigmoid((Y-hat - cut) / temperature)`` against membership in
+    the teacher's Top-K, mean over all KV pairs. ``cut`` is the K-th largest Y-hat and is not differentiated. KV pairs
+    that tie with the teacher's K-th are members too. The loss is the weighted mean over R, and the mean over both
+    views.
 
     Args:
-        ours: `[L, H, n]`.
-        teacher: `[L, H, n]`.
+        ours: Y-hat, `[L, H, n]`.
+        teacher: Y, `[L, H, n]`.
         ratios: R.
-        ratio_weights: One for each, not negative, not all zero.
-        temperature: In units of log score; smaller looks closer to the cut.
+        ratio_weights: One weight for each ratio; not negative, not all zero.
+        temperature: In units of log score. A smaller one gives more weight to KV pairs near the cut.
 
     Returns: `[]`.
     """
@@ -61,14 +62,14 @@ def binary_loss(
 
 
 def mse_loss(ours: Tensor, teacher: Tensor) -> Tensor:
-    """L_mse: the squared error of the log score, where it matters.
+    """L_mse: the squared error of the log score, weighted by importance.
 
-    ``sum w (Y-hat - Y)^2 / sum w`` with ``w = 0.1 + sqrt(exp(Y))``: weighted by the teacher's score itself a
-    few KV pairs would decide, not weighted at all the many that nobody keeps.
+    ``sum w (Y-hat - Y)^2 / sum w`` with ``w = 0.1 + sqrt(exp(Y))``. With the teacher's score itself as the weight, a
+    few KV pairs would dominate; without a weight, the many that are never kept would.
 
     Args:
-        ours: `[L, H, n]`.
-        teacher: `[L, H, n]`.
+        ours: Y-hat, `[L, H, n]`.
+        teacher: Y, `[L, H, n]`.
 
     Returns: `[]`.
     """
@@ -87,18 +88,18 @@ def fine_loss(
 ) -> Tensor:
     """L_fine: the order within the teacher's Top-K.
 
-    For each rho in R, over sampled (i, j) of the Top-K with ``Y_i > Y_j``: the mean of
-    ``log(1 + exp(-(Y-hat_i - Y-hat_j) / temperature))``. Mean over R by weight, and over both views. Nothing
-    outside the Top-K has a say, equal scores have no order, and without any pair the term is 0.
+    For each rho in R: the mean of ``log(1 + exp(-(Y-hat_i - Y-hat_j) / temperature))`` over sampled (i, j) of the
+    Top-K with ``Y_i > Y_j``. The loss is the weighted mean over R, and the mean over both views. KV pairs outside the
+    Top-K do not count, and equal scores have no order. Without any (i, j), the term is 0.
 
     Args:
-        ours: `[L, H, n]`.
-        teacher: `[L, H, n]`.
+        ours: Y-hat, `[L, H, n]`.
+        teacher: Y, `[L, H, n]`.
         ratios: R.
-        ratio_weights: As in `binary_loss`.
+        ratio_weights: See `binary_loss`.
         temperature: In units of log score.
-        pairs: Sampled for each head and ratio.
-        generator: On the CPU.
+        pairs: How many (i, j) are sampled for each head and ratio.
+        generator: A generator on the CPU.
 
     Returns: `[]`.
     """
@@ -124,18 +125,19 @@ def global_loss(
 ) -> Tensor:
     """L_global: the Top-K above the rest, by a margin.
 
-    For each rho in R, over sampled i of the teacher's Top-K and j of the rest: ``sum w max(0, margin - (Y-hat_i -
-    Y-hat_j)) / sum w`` with ``w = exp(Y_i) - exp(Y_j)``, the mass that is lost when j is kept in the place of i.
-    Mean over R by weight, and over both views. Zero when all of the Top-K are above the rest by the margin.
+    For each rho in R: ``sum w max(0, margin - (Y-hat_i - Y-hat_j)) / sum w`` over sampled i of the teacher's Top-K
+    and j of the rest. The weight ``w = exp(Y_i) - exp(Y_j)`` is the mass that is lost if j is kept in place of i. The
+    loss is the weighted mean over R, and the mean over both views. It is zero if the whole Top-K is above the rest by
+    the margin.
 
     Args:
-        ours: `[L, H, n]`.
-        teacher: `[L, H, n]`.
+        ours: Y-hat, `[L, H, n]`.
+        teacher: Y, `[L, H, n]`.
         ratios: R.
-        ratio_weights: As in `binary_loss`.
+        ratio_weights: See `binary_loss`.
         margin: In units of log score.
-        pairs: Sampled for each head and ratio.
-        generator: On the CPU.
+        pairs: How many (i, j) are sampled for each head and ratio.
+        generator: A generator on the CPU.
 
     Returns: `[]`.
     """
@@ -153,40 +155,40 @@ def global_loss(
 
 
 def cosine_loss(ours: Tensor, teacher: Tensor) -> Tensor:
-    """L_cos: the shape of each head's scores along the text, whatever their level.
+    """L_cos: the shape of each head's scores along the text, regardless of their level.
 
-    Mean over heads of ``1 - cos(exp(Y-hat / 2), exp(Y / 2))``, the square root of the mass. On the log scale all
-    vectors point about the same way, and of the mass itself a few KV pairs are nearly everything. With the root,
-    the cosine is the Bhattacharyya coefficient of the two distributions of mass over the head's tokens.
+    The mean over heads of ``1 - cos(exp(Y-hat / 2), exp(Y / 2))``, the cosine of the square roots of the masses. On the
+    log scale all vectors have about the same direction, and a few KV pairs have nearly all of the mass itself. With the
+    square root, the cosine is the Bhattacharyya coefficient of the two distributions of mass over the head's tokens.
 
     Args:
-        ours: `[L, H, n]`.
-        teacher: `[L, H, n]`.
+        ours: Y-hat, `[L, H, n]`.
+        teacher: Y, `[L, H, n]`.
 
     Returns: `[]`.
     """
-    # A head's level cancels, so its largest is taken out: exp cannot overflow.
+    # A head's level cancels in the cosine, so its maximum is subtracted first: exp cannot overflow.
     mine, theirs = (((x - x.amax(-1, keepdim=True)) / 2).exp() for x in (ours, teacher))
     return (1 - functional.cosine_similarity(mine, theirs, dim=-1)).mean()
 
 
 @dataclass(frozen=True)
 class HybridLoss:
-    """The five terms together.
+    """The weighted sum of the five terms.
 
     Args:
-        weights: Of some terms (``WEIGHTS`` names them); the others keep their default. A term of weight 0 is not
-            computed. ``binary`` and ``mse`` carry the training; the others help at the small ratios: on 49
-            documents of Qwen2.5-Coder, 10 epochs, one seed, mean agreement on 13 others was 0.7459 without them, and
-            0.7469, 0.7479 and 0.7490 with 0.1, 0.3 and 1 of each.
+        weights: Weights of some terms, by the names in ``WEIGHTS``; the others keep their default. A term with weight
+            0 is not computed. ``binary`` and ``mse`` matter most. The other three help at small ratios: trained on 49
+            documents of Qwen2.5-Coder, 10 epochs, one seed, the mean agreement on 13 other documents was 0.7459
+            without these three, and 0.7469, 0.7479 and 0.7490 with weights of 0.1, 0.3 and 1 for each.
         ratios: R, each in (0, 1).
-        ratio_weights: One for each ratio; the small ratios, where a cut hurts most, weigh most.
-        temperature: Of ``binary`` and ``fine``, in units of log score.
-        margin: Of ``global``, likewise.
-        pairs: Of ``fine`` and ``global``, sampled for each head and ratio.
+        ratio_weights: One weight for each ratio. Small ratios, where pruning hurts most, have the largest weights.
+        temperature: The temperature of ``binary`` and ``fine``, in units of log score.
+        margin: The margin of ``global``, in units of log score.
+        pairs: How many (i, j) ``fine`` and ``global`` sample for each head and ratio.
 
     Raises:
-        InvalidInputError: On construction, naming the argument.
+        InvalidInputError: On construction; the message names the argument.
     """
 
     weights: dict[str, float] = field(default_factory=dict)
@@ -221,14 +223,14 @@ class HybridLoss:
                 raise InvalidInputError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
     def __call__(self, ours: Tensor, teacher: Tensor, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted sum, and each term by itself (not weighted, not attached to the graph).
+        """Compute the weighted sum, and each term by itself, unweighted and detached from the graph.
 
         Args:
-            ours: `[L, H, n]`, log scale.
-            teacher: `[L, H, n]`, log scale.
-            generator: On the CPU, for the pairs.
+            ours: Y-hat, `[L, H, n]`.
+            teacher: Y, `[L, H, n]`.
+            generator: A generator on the CPU, which samples the pairs.
 
-        Returns: `[]`, and `[]` for each term whose weight is not 0.
+        Returns: the sum, `[]`, and each term whose weight is not 0, `[]`, by name.
         """
         over = (self.ratios, self.ratio_weights)
         compute: dict[str, Callable[[], Tensor]] = {
@@ -255,7 +257,7 @@ def _over_ratios(
     ratios: Sequence[float],
     ratio_weights: Sequence[float],
 ) -> Tensor:
-    """The weighted mean over R of ``at(ours, teacher, order, K)``, mean over both views."""
+    """The weighted mean over R of ``at(ours, teacher, order, K)``, and the mean over both views."""
     terms = [
         weight * at(mine, theirs, order, max(1, round(ratio * order.shape[1])))
         for mine, theirs, order in _views(ours, teacher)
@@ -265,17 +267,17 @@ def _over_ratios(
 
 
 def _views(ours: Tensor, teacher: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """``ours``, ``teacher`` and the teacher's order, best first: `[T, n]` each, then `[1, T * n]`."""
+    """For both views ``ours``, ``teacher`` and the teacher's order, best first: first `[T, n]`, then `[1, T * n]`."""
     for mine, theirs in ((ours.flatten(0, 1), teacher.flatten(0, 1)), (ours.flatten()[None], teacher.flatten()[None])):
         yield mine, theirs, theirs.argsort(dim=1, descending=True, stable=True)
 
 
 def _pairs_of_view(mine: Tensor, ours: Tensor, pairs: int) -> int:
-    """For each row of a view, so that both views have ``pairs`` for each head."""
+    """How many pairs to sample in each row of a view, so that both views have ``pairs`` for each head."""
     return pairs * ours.shape[0] * ours.shape[1] // len(mine)
 
 
 def _draw(choices: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """``count`` of each row's choices, with replacement: `[rows, K]` to `[rows, count]`."""
+    """Draw ``count`` of each row's choices, with replacement: `[rows, K]` to `[rows, count]`."""
     places = torch.randint(choices.shape[1], (len(choices), count), generator=generator)
     return choices.gather(1, places.to(choices.device))

@@ -1,4 +1,4 @@
-"""From a config to what the loop takes: models and shards checked, features made, documents split."""
+"""Prepare the data of a training run: check models and shards, make features, split documents."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .feature_cache import FeatureMaker, make_features, missing_features
 from .ridge import Statistics
 from .shards import read_shard
 
-#: Deviation of the heads' output vectors at the start.
+#: Standard deviation of the heads' output vectors before training.
 START = 0.0375
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model.
+    """A model and its name.
 
     Args:
-        folder: Where it is loaded from, a folder or a Hub id.
-        name: What a mapper calls it, its Hub id if it has one.
+        folder: The folder or Hub id that the model is loaded from.
+        name: How a mapper's config names the model: its Hub id, if it has one.
     """
 
     folder: str
@@ -40,13 +40,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run works on.
+    """The data of a training run.
 
     Args:
-        training: Documents to learn from.
-        held_out: Documents to be judged by.
-        identity: Of shards, in their order, and of features, for JSON; part of what decides the weights that come out.
-        config: Of the mapper, apart from how it is trained.
+        training: The documents to train on.
+        held_out: The documents to evaluate on.
+        identity: The identity of the shards, in order, and of the features, as values for JSON. Both determine the
+            trained weights.
+        config: The arguments of the mapper's config, without its sizes and without the record of its training.
     """
 
     training: FeatureDataset
@@ -56,19 +57,19 @@ class Prepared:
 
 
 def prepare(config: TrainingConfig, target: Source, proxy: Source | None, accelerator: Accelerator) -> Prepared:
-    """Check, and make the features that are missing; all processes share that work.
+    """Check models and shards, and make the missing features; all processes share that work.
 
     Args:
-        config: The run.
-        target: M_l. It is loaded only when features are missing, and then to see whether it is the teacher's.
-        proxy: M_s; None for the target's own first layers.
-        accelerator: Says where the proxy runs: in float32 on a CPU, in bfloat16 on a GPU.
+        config: The configuration of the run.
+        target: The target M_l. It is loaded only if features are missing, to check that it is the teacher's target.
+        proxy: The proxy M_s; None for the target's own first layers.
+        accelerator: Determines where the proxy runs: in float32 on a CPU, in bfloat16 on a GPU.
 
     Raises:
-        InvalidInputError: No shards, too few documents, one that is in two folders, or a proxy with other tokens or
-            fewer layers.
-        ShardError: Shards that are damaged, or not of this target.
-        FileNotFoundError: A folder is none of shards.
+        InvalidInputError: There are no shards or too few documents, a document is in two folders, or the proxy has
+            other tokens than the target or too few layers.
+        ShardError: A shard is damaged, or not of this target.
+        FileNotFoundError: A folder has no manifest of shards.
     """
     geometry = ModelGeometry.from_config(AutoConfig.from_pretrained(target.folder))
     shards = taught_shards(config.teacher, geometry)
@@ -84,7 +85,7 @@ def prepare(config: TrainingConfig, target: Source, proxy: Source | None, accele
     )
     identity = reader.identity()
     missing = missing_features(shards, identity)
-    accelerator.wait_for_everyone()  # nobody makes any before all have looked
+    accelerator.wait_for_everyone()  # no process makes features before all have checked which are missing
     if missing:
         if accelerator.is_main_process:
             _check_weights(target, taught)
@@ -119,13 +120,13 @@ def prepare(config: TrainingConfig, target: Source, proxy: Source | None, accele
 def new_mapper(
     config: TrainingConfig, prepared: Prepared, statistics: Statistics, training: dict[str, Any]
 ) -> HybridAxialMapper:
-    """A mapper that a run starts from, see `start_mapper`.
+    """The untrained mapper of a run; see `start_mapper`.
 
     Args:
-        config: The run.
-        prepared: Of it.
-        statistics: Of its training documents.
-        training: What the mapper's config says of the run.
+        config: The configuration of the run.
+        prepared: The data of the run.
+        statistics: The statistics of the training documents.
+        training: What the mapper's config records about its training.
     """
     settings = HybridAxialMapperConfig(**prepared.config, **config.mapper, training=training)
     return start_mapper(settings, statistics, config.seed)
@@ -137,16 +138,16 @@ def start_mapper(
     seed: int,
     kind: type[HybridAxialMapper] = HybridAxialMapper,
 ) -> HybridAxialMapper:
-    """A mapper that is about the head prior, from random weights.
+    """An untrained mapper with random weights, whose scores are close to the head prior.
 
-    Started from the ridge regression it learns less: that has fitted the training documents already, and what it
-    leaves over there is not what it leaves over elsewhere.
+    A mapper that starts from the ridge regression learns less: the regression already fits the training documents, and
+    its errors on them are not like its errors on other documents.
 
     Args:
-        settings: Its config.
-        statistics: Of the training documents.
-        seed: Of the weights.
-        kind: Its class.
+        settings: The mapper's config.
+        statistics: The statistics of the training documents.
+        seed: The seed of the weights.
+        kind: The mapper's class.
     """
     with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(seed)
@@ -158,7 +159,7 @@ def start_mapper(
 
 
 def _check_weights(target: Source, taught: dict[str, Any]) -> None:
-    """Refuse a target that is not the teacher's."""
+    """Refuse a target with other weights than the teacher's target."""
     dtype = "auto" if taught["dtype"] is None else getattr(torch, taught["dtype"])
     found = weights_fingerprint(AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype))
     if found != taught["weights"]:

@@ -1,4 +1,4 @@
-"""What a training run leaves: the mapper, its card, the figures, and how it went."""
+"""The output of a training run: the mapper, its card, its metrics and its history."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRIOR, RIDGE, MAPPER = "head prior", "ridge regression", "this mapper"
 def measure_baselines(
     training: FeatureDataset, held_out: FeatureDataset, statistics: Statistics, config: TrainingConfig
 ) -> dict[str, dict[str, float]]:
-    """Mean metrics on the held-out documents of what a mapper has to beat, by name."""
+    """The mean metrics of the baselines on the held-out documents, by name: the head prior and a ridge regression."""
     documents = [held_out[index] for index in range(len(held_out))]
     generator = torch.Generator().manual_seed(config.seed)
     blind = [prior_scores(statistics.prior, document.scores.shape[2], generator) for document in documents]
@@ -39,7 +39,7 @@ def measure_baselines(
 
 
 def summary(config: TrainingConfig, training: FeatureDataset) -> str:
-    """One sentence for the card."""
+    """A summary of the run, for the card."""
     terms = ", ".join(f"{name} {weight:g}" for name, weight in config.loss.weights.items() if weight)
     return (
         f"{len(training)} documents, {training.tokens:,} tokens; hybrid loss ({terms}), at most {config.epochs} "
@@ -59,13 +59,13 @@ def save_results(
     """Write the mapper, ``README.md`` (its card), ``results.json`` and ``history.json`` into ``config.out``.
 
     Args:
-        mapper: With the weights to keep.
+        mapper: The mapper to save.
         history: From `loop.train`.
         baselines: From `measure_baselines`.
-        config: The run.
-        training: What it learned from.
-        held_out: What it was judged by.
-        best: The epoch whose weights these are.
+        config: The configuration of the run.
+        training: The documents that the mapper was trained on.
+        held_out: The documents that the mapper was evaluated on.
+        best: The epoch of the mapper's weights, from 1.
 
     Returns: what ``results.json`` holds.
     """
@@ -79,8 +79,8 @@ def save_results(
     }
     longest = max(place.tokens for place in training.places)
     limits = (
-        f"- Trained on documents of at most {longest:,} tokens; longer texts are read in windows, how well was not "
-        f"measured.\n{config.limits.strip()}"
+        f"- Trained on documents of at most {longest:,} tokens. Longer texts are read in windows; how well this works "
+        f"was not measured.\n{config.limits.strip()}"
     )
     card = mapper_card(
         mapper,
@@ -112,5 +112,5 @@ def save_results(
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """For people too: indented; the file appears whole."""
+    """Write indented JSON, atomically."""
     write_whole(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())

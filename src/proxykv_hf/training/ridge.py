@@ -1,4 +1,4 @@
-"""What a line can do: the training data's statistics, and a ridge regression in closed form."""
+"""The linear baseline: statistics of the training data, and a ridge regression in closed form."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .dataset import TrainingDocument
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of all tokens of the training documents.
+    """Statistics over all tokens of the training documents.
 
     Args:
-        mean: `[C]`, of the features.
-        std: `[C]`, of the features.
-        prior: `[L, H]`, each head's mean log score.
-        tokens: How many.
+        mean: `[C]`, the mean of each feature.
+        std: `[C]`, the standard deviation of each feature.
+        prior: `[L, H]`, the mean log score of each head.
+        tokens: The number of tokens.
     """
 
     mean: Tensor
@@ -30,7 +30,7 @@ class Statistics:
 
     @classmethod
     def of(cls, documents: Iterable[TrainingDocument]) -> Statistics:
-        """One pass over the documents, of which there is at least one."""
+        """Compute the statistics in one pass over the documents; there must be at least one."""
         total = square = prior = torch.zeros((), dtype=torch.float64)
         tokens = 0
         for document in documents:
@@ -44,7 +44,7 @@ class Statistics:
         return cls(mean.float(), std.float(), (prior / tokens).float(), tokens)
 
     def standardise(self, features: Tensor) -> Tensor:
-        """As `HybridAxialMapper.project` does it, `[C, n]`."""
+        """Standardise features `[C, n]` in the same way as `HybridAxialMapper.project`."""
         return ((features.float() - self.mean[:, None]) / self.std[:, None]).clamp(-CLAMP, CLAMP)
 
 
@@ -53,7 +53,7 @@ class Ridge:
     """Ridge regression of log scores on standardised features.
 
     Args:
-        statistics: Of the documents that it was fitted to.
+        statistics: The statistics of the documents that the regression was fitted to.
         weights: `[C, T]`, T = L * H.
     """
 
@@ -62,12 +62,12 @@ class Ridge:
 
     @classmethod
     def fit(cls, documents: Iterable[TrainingDocument], statistics: Statistics, strength: float) -> Ridge:
-        """``(X X' / n + strength) W = X (Y - prior)' / n`` over all n tokens of the documents.
+        """Solve ``(X X' / n + strength) W = X (Y - prior)' / n`` for W, over all n tokens of the documents.
 
         Args:
-            documents: Read once.
-            statistics: Of the same documents.
-            strength: Above 0; features have about variance 1.
+            documents: The documents, which are read once.
+            statistics: The statistics of the same documents.
+            strength: Above 0; the variance of the standardised features is about 1.
         """
         channels = len(statistics.mean)
         prior = statistics.prior.flatten()[:, None]  # [T, 1]
@@ -81,7 +81,7 @@ class Ridge:
         return cls(statistics, torch.cholesky_solve(moments, torch.linalg.cholesky(gram)))
 
     def predict(self, features: Tensor) -> Tensor:
-        """Features `[C, n]` to log scores `[L, H, n]`."""
+        """Predict log scores `[L, H, n]` from features `[C, n]`."""
         prior = self.statistics.prior
         scores = self.weights.T @ self.statistics.standardise(features)  # [T, n]
         return scores.view(*prior.shape, -1) + prior[..., None]

@@ -1,12 +1,12 @@
-"""A teacher's scores on disk: safetensors shards of some documents each, and a manifest that vouches for them.
+"""A teacher's scores on disk: safetensors shards of a few documents each, and a manifest with their digests.
 
-A shard holds ``doc-000012.input_ids`` int32 `[P + N]` and ``doc-000012.scores`` float16 `[L, H, N]` of each
-document, and in its header, as JSON, what it was made from. ``manifest.json`` says the same for the whole
-folder, and each shard's SHA-256. A shard that grows is a ``.partial`` file, rewritten with every document;
-it takes its name, and its place in the manifest, when it is whole. Every file appears whole or not at all.
+A shard holds ``doc-000012.input_ids``, int32 `[P + N]`, and ``doc-000012.scores``, float16 `[L, H, N]`, for each
+document. Its header says, as JSON, what it was made from. ``manifest.json`` says the same for the whole folder, and has
+the SHA-256 of each shard. An unfinished shard is a ``.partial`` file, which is rewritten with every document. When it
+is complete, it is renamed and entered in the manifest. Every file is written atomically.
 
-Several processes may fill one folder, each its own shards. The manifest is made from the shards that are
-there, and written again until it is what they say: so the last one to write leaves it right.
+Several processes may fill one folder, each with its own shards. A process makes the manifest from the shards in the
+folder, and writes it again until it agrees with them, so it is correct after the last process has written it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ScoredDocument:
     """A document and the teacher's scores of it.
 
     Args:
-        name: Unlike any other's in the folder.
-        input_ids: `[P + N]`, int32: the chat template's part before the text, then the document.
-        scores: `[L, H, N]`, float16, of the document; below 6e-8 they are 0.
-        kind: As `corpus.Document` has it.
-        sources: The files of its text.
+        name: The document's name, which is unique in the folder.
+        input_ids: `[P + N]`, int32: P tokens of the chat template, then the N tokens of the document.
+        scores: `[L, H, N]`, float16, of the document; scores below 6e-8 are 0.
+        kind: The kind of document; see `corpus.Document`.
+        sources: The files that the text was taken from.
         split: ``"train"`` or ``"held_out"``.
     """
 
@@ -55,7 +55,7 @@ class ScoredDocument:
 
     @property
     def prefix_tokens(self) -> int:
-        """P."""
+        """P, the number of tokens before the document."""
         return len(self.input_ids) - self.scores.shape[-1]
 
 
@@ -69,15 +69,15 @@ def load_shards(
     """The documents of all finished shards, in order.
 
     Args:
-        folder: What ``proxykv teacher`` wrote, or is writing.
-        geometry: The target's, where the scores must fit one.
-        weights: The target's `weights_fingerprint`, likewise.
-        score_recipe: `reconstruction.RECIPE`, likewise.
+        folder: A folder that ``proxykv teacher`` wrote, or is writing.
+        geometry: The geometry of the target that the scores must be of; None for any.
+        weights: The `weights_fingerprint` of the target that the scores must be of; None for any.
+        score_recipe: The recipe that the scores must be of, such as `reconstruction.RECIPE`; None for any.
 
     Raises:
-        FileNotFoundError: There is no manifest; at once.
-        ShardError: Scores of another target or recipe, at once; or, when its turn comes, a shard that is
-            missing, cut short or altered.
+        FileNotFoundError: There is no manifest. This is raised at once.
+        ShardError: The scores are of another target or recipe, which is raised at once; or a shard is missing, cut
+            short or altered, which is raised when this shard is reached.
     """
     shards = checked_shards(folder, geometry=geometry, weights=weights, score_recipe=score_recipe)
     return (document for shard in shards for document in read_shard(shard.path, shard.identity))
@@ -85,12 +85,12 @@ def load_shards(
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard, as the manifest has it.
+    """A finished shard, as the manifest lists it.
 
     Args:
-        path: Its file.
-        sha256: Of the file.
-        identity: What it was made from.
+        path: The shard's file.
+        sha256: The SHA-256 of the file.
+        identity: What the shard was made from.
     """
 
     path: Path
@@ -105,7 +105,7 @@ def checked_shards(
     weights: str | None = None,
     score_recipe: str | None = None,
 ) -> Iterator[Shard]:
-    """The finished shards, in order; arguments and errors are those of `load_shards`."""
+    """The finished shards, in order. Arguments and errors are those of `load_shards`."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     expected = {
@@ -133,11 +133,11 @@ def _shards(folder: Path, manifest: dict[str, Any]) -> Iterator[Shard]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder.
+    """Read the manifest of a folder.
 
     Raises:
-        FileNotFoundError: There is none.
-        ShardError: It is none, damaged, or of another format.
+        FileNotFoundError: There is no manifest.
+        ShardError: The manifest is not JSON, damaged, or of another format.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -147,7 +147,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ShardError(f"{path} is no JSON ({error}): delete it and run the teacher again") from error
+        raise ShardError(f"{path} is not JSON ({error}): delete it and run the teacher again") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise ShardError(f"expected shards of format {FORMAT}, got {found!r} in {path}: score into another folder")
@@ -167,14 +167,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_shard(path: Path, identity: dict[str, Any]) -> list[ScoredDocument]:
-    """The documents of a shard.
+    """Read the documents of a shard.
 
     Args:
-        path: A finished or a partial one.
-        identity: What it must have been made from.
+        path: The file of a finished or a partial shard.
+        identity: What the shard must have been made from.
 
     Raises:
-        ShardError: It is cut short, no shard, or made from something else.
+        ShardError: The file is cut short, not a shard, or made from something else.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -195,7 +195,7 @@ def read_shard(path: Path, identity: dict[str, Any]) -> list[ScoredDocument]:
 
 
 def read_entries(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a shard's header says of each document, by name: ``kind``, ``sources``, ``split``, ``tokens``, ….
+    """Read what a shard's header says about each document, by name: ``kind``, ``sources``, ``split``, ``tokens``, ….
 
     Arguments and errors are those of `read_shard`.
     """
@@ -210,7 +210,7 @@ def read_entries(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, An
 
 
 def document_digests(path: Path, identity: dict[str, Any]) -> set[str]:
-    """SHA-256 of each document's tokens, whatever it is called; the scores are not read.
+    """The SHA-256 of each document's tokens, which does not depend on its name. The scores are not read.
 
     Arguments and errors are those of `read_shard`.
     """
@@ -224,35 +224,39 @@ def document_digests(path: Path, identity: dict[str, Any]) -> set[str]:
 
 
 def _no_shard(path: Path, error: Exception) -> ShardError:
-    return ShardError(f"{path} is no whole shard ({error}): delete it, and the teacher makes its documents again")
+    return ShardError(f"{path} is not a complete shard ({error}): delete it, and the teacher makes its documents again")
 
 
 class ShardFolder:
-    """A folder that is being filled.
+    """A folder that shards are written to.
 
     Args:
-        folder: Made where missing.
-        identity: What the shards are made from, as the manifest says it, for JSON.
+        folder: The folder; created if missing.
+        identity: What the shards are made from, as values for JSON; the manifest says the same.
 
     Raises:
-        ShardError: It holds shards made from something else, or one that is cut short or altered.
+        ShardError: The folder holds shards made from something else, or a shard that is cut short or altered.
     """
 
     def __init__(self, folder: str | Path, identity: dict[str, Any]) -> None:
         self.folder = Path(folder)
         self.identity = plain({"format": FORMAT} | identity)
-        self._entries: dict[tuple[str, int, int], dict[str, Any]] = {}  # of shards seen, by name, size and time
+        self._entries: dict[
+            tuple[str, int, int], dict[str, Any]
+        ] = {}  # manifest entries, by file name, size and modification time
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / MANIFEST).is_file():
             manifest = read_manifest(self.folder)
             refuse_difference(self.folder, self.identity, manifest)
             for entry in manifest["shards"]:
-                with contextlib.suppress(FileNotFoundError):  # one that is gone is made again, or grows elsewhere
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # a missing shard is made again, or another process adds to it
                     refuse_altered(self.folder / entry["file"], entry["sha256"])
         self._write_manifest()
 
     def begun(self, shard: int, wanted: int) -> list[ScoredDocument]:
-        """The documents that a shard has; if it is finished with fewer than ``wanted``, it grows on."""
+        """The documents that a shard has. A finished shard with fewer than ``wanted`` becomes a partial one again."""
         path, partial = self._path(shard), self._path(shard, partial=True)
         if path.is_file():
             documents = read_shard(path, self.identity)
@@ -263,7 +267,7 @@ class ShardFolder:
         return read_shard(partial, self.identity) if partial.is_file() else []
 
     def keep(self, shard: int, documents: Sequence[ScoredDocument]) -> None:
-        """Write all documents that a growing shard has so far."""
+        """Write all documents that a partial shard has so far."""
         tensors: dict[str, Tensor] = {}
         entries = {}
         for document in documents:
@@ -276,7 +280,7 @@ class ShardFolder:
                 "prefix_tokens": document.prefix_tokens,
                 "tokens": document.scores.shape[-1],
             }
-        # One entry of metadata: safetensors writes several in any order, and equal shards are to be equal files.
+        # Only one entry of metadata: safetensors writes several in any order, and equal shards must be equal files.
         header = json.dumps(self.identity | {"documents": entries})
         write_whole(self._path(shard, partial=True), save(tensors, metadata={"proxykv": header}))
 
@@ -284,7 +288,7 @@ class ShardFolder:
         return self._path(shard).is_file()
 
     def finish(self, shard: int) -> None:
-        """A growing shard is whole: it takes its name, and its place in the manifest."""
+        """Rename a partial shard that is complete, and enter it in the manifest."""
         os.replace(self._path(shard, partial=True), self._path(shard))
         self._write_manifest()
 
@@ -300,7 +304,7 @@ class ShardFolder:
             write_whole(path, text.encode())
 
     def _shards(self) -> list[dict[str, Any]]:
-        """The manifest's entry of each finished shard; another process may begin to grow one meanwhile."""
+        """The manifest's entries of the finished shards; another process may make one partial again meanwhile."""
         shards = []
         for path in sorted(self.folder.glob("shard-*.safetensors")):
             with contextlib.suppress(FileNotFoundError):
@@ -321,12 +325,12 @@ class ShardFolder:
 
 
 def plain(value: Any) -> Any:
-    """As it comes back from JSON: tuples are lists."""
+    """A value as JSON gives it back: with lists in place of tuples."""
     return json.loads(json.dumps(value))
 
 
 def refuse_altered(path: Path, sha256: str) -> None:
-    """Raise `ShardError` unless the file's digest is this."""
+    """Raise `ShardError` unless the file has this SHA-256."""
     if (found := _sha256(path)) != sha256:
         raise ShardError(
             f"{path} is cut short or altered: expected sha256 {sha256}, got {found}. Delete it, and the teacher makes "
@@ -335,17 +339,17 @@ def refuse_altered(path: Path, sha256: str) -> None:
 
 
 def refuse_difference(where: Path, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raise `ShardError`, naming all that differs, unless ``found`` has all that is expected."""
+    """Raise `ShardError`, which names every difference, unless ``found`` has everything that is expected."""
     different = list(differences(expected, found))
     if different:
         raise ShardError(
-            f"{where} was made from something else: {'; '.join(different)}. Give what it was made from, or another "
-            "folder"
+            f"{where} was made from something else: {'; '.join(different)}. Give what it was made from, or use "
+            "another folder"
         )
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """In words, each key under which ``found`` has not what is expected."""
+    """Say in words, for each key that differs, what is expected and what was found."""
     for key, value in expected.items():
         other = found.get(key)
         if isinstance(value, dict) and isinstance(other, dict):

@@ -36,27 +36,28 @@ def score_corpus(
     process_count: int = 1,
     progress: bool = True,
 ) -> None:
-    """Score the first documents of a corpus into a folder of shards, see `shards`.
+    """Score the first documents of a corpus, and write them to a folder of shards; see `shards`.
 
-    Shards that are there are not made again, documents of one that was begun neither. A folder takes more
-    documents of the same corpus later.
+    Documents that the folder already holds, in finished or partial shards, are not scored again. More documents of the
+    same corpus may be added later.
 
     Args:
         model: The target.
-        tokenizer: Its tokenizer.
-        corpus: Where the documents come from.
-        documents: How many.
-        out: The folder.
-        target_id: What the manifest calls the target: its Hub id, or a folder.
-        revision: Its revision on the Hub.
-        process_index: Which of the processes that share the work this is, from 0.
-        process_count: How many they are; each makes every shard whose number, divided by this, leaves its index.
-        progress: Show a bar.
+        tokenizer: The target's tokenizer.
+        corpus: The corpus that the documents come from.
+        documents: How many documents to score.
+        out: The folder of shards.
+        target_id: How the manifest names the target: its Hub id, or a folder.
+        revision: The target's revision on the Hub.
+        process_index: The number of this process among those that share the work, from 0.
+        process_count: How many processes share the work. Each makes the shards with
+            ``shard % process_count == process_index``.
+        progress: Show a progress bar.
 
     Raises:
-        InvalidInputError: No documents wanted, or the target has too few positions for the longest; before
-            any work.
-        ShardError: The folder holds shards of another target, recipe or corpus, or one that is damaged.
+        InvalidInputError: ``documents`` is less than 1, or the target has too few positions for the longest document.
+            This is raised before any work.
+        ShardError: The folder holds shards of another target, recipe or corpus, or a damaged shard.
     """
     if documents < 1:
         raise InvalidInputError(f"documents: expected at least 1, got {documents}")
@@ -84,7 +85,7 @@ def score_corpus(
 def teacher_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, input_ids: list[int], prefix_tokens: int
 ) -> Tensor:
-    """KVzip's scores of a prompt behind its chat prefix, `[L, H, N]`, float16, on the CPU."""
+    """KVzip's scores of a document that follows a chat prefix, `[L, H, N]`, float16, on the CPU."""
     ids = torch.tensor([input_ids])
     with ProxyPrunedCache(model, KVzipScorer(tokenizer), RetentionPolicy(1.0), strict=True) as cache:
         scores = cache.prefill(ids, context=(prefix_tokens, len(input_ids)), prune=False)["kvzip"]
@@ -104,27 +105,27 @@ def import_folder(
     process_count: int = 1,
     progress: bool = True,
 ) -> None:
-    """Turn scores made elsewhere, one safetensors file a document, into shards.
+    """Convert scores that were made elsewhere, one safetensors file per document, into shards.
 
     Each file holds ``input_ids`` `[P + N]`, ``scores`` `[L, H, N]`, and as metadata ``kind``, ``recipe`` and
-    ``prefix_tokens``. That they are the target's is taken on trust, as far as shapes, recipe and chat prefix
-    do not tell otherwise. Scores are shares of attention, 0 to 1, not their logarithms.
+    ``prefix_tokens``. Shapes, recipe and chat prefix must be the target's; that the scores are, cannot be checked.
+    Scores are attention weights from 0 to 1, not their logarithms.
 
     Args:
-        source: The folder of these files, taken in the order of their names.
+        source: The folder of these files, which are read in the order of their names.
         model: The target.
-        tokenizer: Its tokenizer.
+        tokenizer: The target's tokenizer.
         out: The folder of shards.
-        target_id: See `score_corpus`, as for the others.
-        revision: The same.
+        target_id: See `score_corpus`.
+        revision: See `score_corpus`.
         split: What the documents are used for.
-        process_index: The same.
-        process_count: The same.
-        progress: The same.
+        process_index: See `score_corpus`.
+        process_count: See `score_corpus`.
+        progress: See `score_corpus`.
 
     Raises:
-        InvalidInputError: There is no such file.
-        ShardError: A file is damaged, holds other numbers than scores, or is not of this target or recipe; or see
+        InvalidInputError: The folder holds no such file.
+        ShardError: A file is damaged, holds values that are not scores, or is not of this target or recipe; see also
             `score_corpus`.
     """
     paths = sorted(Path(source).glob("*.safetensors"))
@@ -150,13 +151,13 @@ def import_folder(
 
 
 def _read_foreign(path: Path) -> tuple[Tensor, Tensor, str]:
-    """Ids `[P + N]`, scores `[L, H, N]`, float16, and the kind."""
+    """Read a file of scores made elsewhere: ids `[P + N]`, scores `[L, H, N]` in float16, and the kind."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             ids, scores = file.get_tensor("input_ids"), file.get_tensor("scores")
     except SafetensorError as error:
-        raise ShardError(f"{path} is no whole file of scores ({error}): leave it out") from error
+        raise ShardError(f"{path} is not a complete file of scores ({error}): leave it out") from error
     if metadata.get("recipe") != RECIPE:
         raise ShardError(f"{path}: expected scores of recipe {RECIPE}, got {metadata.get('recipe')!r}")
     if scores.dim() != 3 or metadata.get("prefix_tokens") != str(len(ids) - scores.shape[2]):
@@ -165,10 +166,10 @@ def _read_foreign(path: Path) -> tuple[Tensor, Tensor, str]:
             f"{list(scores.shape)} and {metadata.get('prefix_tokens')!r}"
         )
     scores = scores.half()
-    if not ((scores >= 0) & (scores <= 1)).all():  # nor where one is not a number
+    if not ((scores >= 0) & (scores <= 1)).all():  # NaN fails this test too
         raise ShardError(
             f"{path}: expected scores from 0 to 1, as attention weights are, got {scores.min():g} to {scores.max():g}: "
-            "score it again, and leave it out till then"
+            "score it again, or leave it out"
         )
     return ids, scores, metadata.get("kind", "unknown")
 
@@ -180,7 +181,7 @@ def _name(number: int) -> str:
 def _identity(
     model: PreTrainedModel, target_id: str, revision: str | None, dtype: str | None, corpus: dict[str, Any]
 ) -> dict[str, Any]:
-    """What shards are made from; ``dtype`` is what the target computed in, where that is known."""
+    """What shards are made from. ``dtype`` is the dtype that the target computed in, or None if unknown."""
     target = {
         "id": target_id,
         "revision": revision,
@@ -192,7 +193,7 @@ def _identity(
 
 
 def _check_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prefix: int, longest: int) -> None:
-    """Refuse documents that KVzip has no positions to repeat in."""
+    """Refuse documents that are too long: KVzip repeats a document at the positions after it."""
     limit = max_positions(model.config)
     needed = prefix + longest + repeat_length(tokenizer, torch.zeros(longest, dtype=torch.long))
     if limit is not None and needed > limit:
@@ -210,7 +211,7 @@ def _fill(
     process_count: int,
     progress: bool,
 ) -> None:
-    """Make what is missing of this process's shards, keeping each document at once."""
+    """Make the missing documents of this process's shards, and write each document at once."""
     from tqdm import tqdm
 
     begun: dict[int, list[ScoredDocument]] = {}
