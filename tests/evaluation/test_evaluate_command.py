@@ -302,7 +302,7 @@ def test_a_file_without_examples_or_with_what_is_for_tasks_is_refused(home, tmp_
     arguments = ["evaluate", "--target", home, "--data", data, "--out", out]
     code, error = run(capsys, *arguments)
     assert code == 2
-    assert f"expected a file of JSON lines, but {data} is none" in error
+    assert f"expected a file of JSON lines, but {data} is not a file" in error
     data.write_text("{}")
     code, error = run(capsys, *arguments)
     assert code == 2

@@ -363,9 +363,9 @@ def test_of_some_tasks_alone(write, capsys):
         ({"nll": math.nan}, r"line 3: nll: expected a number or null, got nan"),
         ({"task": "other"}, r"line 3: task: expected one of the header's tasks \(easy, fair, hard\), got 'other'"),
         ({"task": ["easy"]}, r"line 3: task: expected one of the header's tasks .*, got \['easy'\]"),
-        ({"question": "0"}, r"line 3: question: expected a number from 0, got '0'"),
-        ({"question": -1}, r"line 3: question: expected a number from 0, got -1"),
-        ({"bytes": -1}, r"line 3: bytes: expected a number from 0, got -1"),
+        ({"question": "0"}, r"line 3: question: expected an integer of at least 0, got '0'"),
+        ({"question": -1}, r"line 3: question: expected an integer of at least 0, got -1"),
+        ({"bytes": -1}, r"line 3: bytes: expected a number of at least 0, got -1"),
         ({"bytes_full": 0}, r"line 3: bytes_full: expected a number above 0, got 0"),
     ],
 )
@@ -392,7 +392,7 @@ def test_files_that_are_none(write, tmp_path):
         ("words\n", "line 1: expected JSON"),
         ("[1]\n", "line 1: expected a JSON object, got list"),
         ("{}\n", "line 1: expected a header, .* got none"),
-        (json.dumps(header()) + '\n{"task": "ea', r"line 2: expected JSON, .*a run that was cut short\?"),
+        (json.dumps(header()) + '\n{"task": "ea', r"line 2: expected JSON, .*if a run was cut short here"),
         (json.dumps(header(format=2)) + "\n", "header.format: expected 1, got 2"),
         (json.dumps(header(later=3)) + "\n", "header.later: expected a list of runs, got 3"),
         (json.dumps(header()) + "\n", "expected rows after the header, got none"),
@@ -428,7 +428,7 @@ def test_files_that_do_not_belong_together(write):
     with pytest.raises(InvalidInputError, match=r"proxykv is 'one' in .* and 'two' in"):
         read_outcomes(mappers)
     other = [row | {"score": 0} for row in rows() if row["method"] == "full"]
-    with pytest.raises(InvalidInputError, match=r"question 0, full at 1 is there twice, with scores 1 and 0"):
+    with pytest.raises(InvalidInputError, match=r"question 0, full at 1 occurs twice, with scores 1 and 0"):
         read_outcomes([first, write(header(), *other, name="other.jsonl")])
 
 
@@ -438,10 +438,11 @@ def test_a_named_method_that_is_not_there(write, capsys, option):
     for name in ("kvzip", "proxykv:uniform"):
         assert cli.main(["report", str(path), f"--{option}", name]) == 2
         error = capsys.readouterr().err
-        expected = f"--{option}: expected a method that prunes, of {path}, got '{name}': there proxykv:global, snapkv"
-        assert expected in error
+        assert f"--{option}: expected a method that prunes and is in {path}, got '{name}': the files have " in error
+        assert "the files have proxykv:global, snapkv" in error
     assert cli.main(["report", str(path), f"--{option}", "full"]) == 2
-    assert "got 'full': there proxykv:global, snapkv:uniform; recovery of the full cache is" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "got 'full': the files have proxykv:global, snapkv:uniform; recovery of the full cache is" in error
 
 
 def test_without_the_methods_that_are_compared_by_default(write, tmp_path, capsys):

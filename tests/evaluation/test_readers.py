@@ -82,7 +82,11 @@ def test_bad_lines_are_named_and_the_rest_is_read(tmp_path):
             r'expected a string, got "half \\ud83d"',
         ),
         (good | {"context": " \n"}, "context", "expected a string that is not blank, got"),
-        (good | {"questions": [asked(max_new_tokens=0)]}, r"questions\[0\].max_new_tokens", "expected a number from 1"),
+        (
+            good | {"questions": [asked(max_new_tokens=0)]},
+            r"questions\[0\].max_new_tokens",
+            "expected an integer of at least 1",
+        ),
         (good | {"questions": [asked(max_new_tokens=True)]}, r"questions\[0\].max_new_tokens", "expected .*, got true"),
         (
             good | {"metric": "classification", "questions": [asked(choices=["a"]), asked()]},
@@ -94,7 +98,7 @@ def test_bad_lines_are_named_and_the_rest_is_read(tmp_path):
             r"questions\[0\].references",
             r'expected some of choices, got \["a", "A"\]',
         ),
-        (good, "name", "expected another one in each line, got a again"),
+        (good, "name", "expected a different name in each line, got a again"),
         (good | {"name": "x", "metric": "count"}, "metric", "expected f1 as in the lines before, got count"),
         (good | {"name": "x", "context": ["long"] * 50}, "context", r'expected a string, got \["long", .{40,60}…'),
     ]
@@ -229,5 +233,5 @@ def test_no_such_file_or_format(tmp_path):
     with pytest.raises(InvalidInputError, match="format: expected one of proxykv, longbench, ruler, got 'csv'"):
         read(tmp_path, "csv")
     for format in FORMATS:
-        with pytest.raises(InvalidInputError, match=r"expected a file of JSON lines, but .* is none"):
+        with pytest.raises(InvalidInputError, match=r"expected a file of JSON lines, but .* is not a file"):
             read(tmp_path, format)

@@ -235,12 +235,12 @@ def test_what_is_no_such_file_is_refused_and_left_alone(path, number, line, what
 @pytest.mark.parametrize(
     ("number", "changes", "words"),
     [
-        (1, {"tasks": []}, "tasks is no dict"),
-        (1, {"ratios": 0.3}, "ratios is no list"),
-        (1, {"later": 3}, "later is no list of runs"),
-        (3, {"block": 0}, "block is 0, no number from 1"),
-        (3, {"block": "3"}, "block is '3', no number from 1"),
-        (3, {"task": ["fetch"]}, "task is no name or number"),
+        (1, {"tasks": []}, "tasks is not a dict"),
+        (1, {"ratios": 0.3}, "ratios is not a list"),
+        (1, {"later": 3}, "later is not a list of runs"),
+        (3, {"block": 0}, "block is 0, not an integer of at least 1"),
+        (3, {"block": "3"}, "block is '3', not an integer of at least 1"),
+        (3, {"task": ["fetch"]}, "task is not a string or number"),
     ],
 )
 def test_a_field_of_another_kind_is_named_with_its_line(path, number, changes, words):

@@ -133,7 +133,9 @@ def test_no_place_in_a_sliding_window_is_taken_by_what_a_row_is_not_to_see(famil
 def test_logits_that_are_no_numbers_are_told_of_by_name(methods):
     model = asked.talkative_model()
     model.lm_head.weight.data[5] = torch.nan
-    with pytest.raises(InvalidInputError, match=r"task letters, example 00001, full at 1: expected logits .* --dtype"):
+    with pytest.raises(
+        InvalidInputError, match=r"task letters, example 00001, full at 1: expected finite logits, .* --dtype"
+    ):
         runner(model, methods).run(case(), {}, nothing)
 
 

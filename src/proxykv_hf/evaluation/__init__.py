@@ -1,1 +1,1 @@
-"""What is lost at each budget: tasks, metrics, one runner, the report."""
+"""The evaluation, which shows what is lost at each budget: tasks, metrics, a runner, a report."""

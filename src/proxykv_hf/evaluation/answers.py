@@ -1,11 +1,11 @@
-"""Greedy answers, and how likely the reference is, from many pruned copies of one prompt in one batch.
+"""Greedy answers and the likelihood of the references, for many pruned copies of one prompt in one batch.
 
-Decoding a token at a time is dear, and a cache that lost little answers as the full one does. So each question may
-bring a draft, the full cache's own answer: one forward over question and draft shows how much of it this cache would
-have said itself, and generation goes on only from the first token that differs. The draft changes the cost and not
-the answer. Tokens that a row is not to see (a refused draft, padding) stay in the cache and are masked. In a
-sliding-window layer they would take places in the window: a target with such layers is to be asked without drafts, one
-question at a time.
+Decoding one token at a time is expensive, and a cache that lost little gives the same answer as the full cache. So a
+question may bring a draft: the answer of the full cache. One forward over question and draft shows how much of the
+draft a pruned copy would have said itself, and generation continues from the first token that differs. A draft changes
+the cost of an answer, never the answer. Tokens that a row must not see (refused draft tokens, padding) stay in the
+cache and are masked. In a sliding-window layer they would take places in the window, so a target with such layers must
+be asked without drafts and one question at a time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Turn:
     """A question as tokens.
 
     Args:
-        ids: What follows the prompt, up to where the answer begins; at least one.
-        reference: The tokens whose likelihood is measured; none if there is no reference.
-        max_new_tokens: The longest answer, at least 1.
+        ids: The tokens between the prompt and the answer; at least one.
+        reference: The tokens whose likelihood is measured; empty if there is no reference.
+        max_new_tokens: The length of the longest answer, at least 1.
         draft: A guess at the answer.
     """
 
@@ -41,24 +41,24 @@ class Turn:
 
     @property
     def usable_draft(self) -> tuple[int, ...]:
-        """As much of the draft as an answer may have."""
+        """The draft, cut to the length of the longest answer."""
         return self.draft[: self.max_new_tokens]
 
     @property
     def tokens(self) -> int:
-        """What one forward over question and draft is given."""
+        """The number of tokens in one forward over question and draft."""
         return len(self.ids) + max(0, len(self.usable_draft) - 1)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one copy of the prompt said to one question.
+    """The answer of one copy of the prompt to one question.
 
     Args:
-        tokens: The answer, its end token included.
-        nll: Mean negative log-likelihood of the reference, nats a token; None if there is no reference.
-        tokens_nll: How many tokens that is the mean of.
-        seconds: This answer's share of its batch's time.
+        tokens: The answer's tokens, its end token included.
+        nll: Mean negative log-likelihood of the reference, in nats per token; None if there is no reference.
+        tokens_nll: The number of tokens in the reference.
+        seconds: This answer's share of the time that its batch took.
     """
 
     tokens: tuple[int, ...]
@@ -68,7 +68,7 @@ class Answer:
 
 
 def end_tokens(target: PreTrainedModel) -> frozenset[int]:
-    """What ends an answer, as ``generate`` has it."""
+    """The tokens that end an answer, from the generation config, as in ``generate``."""
     given = None if target.generation_config is None else target.generation_config.eos_token_id
     return frozenset([given] if isinstance(given, int) else given or [])
 
@@ -76,17 +76,17 @@ def end_tokens(target: PreTrainedModel) -> frozenset[int]:
 def batches(
     turns: Sequence[Turn], ways: int, batch_tokens: int, one_by_one: bool = False
 ) -> Iterator[tuple[list[int], range]]:
-    """Which turns go together, and for how many copies of the prompt, with at most ``batch_tokens`` in a forward.
+    """Split turns and copies of the prompt into batches whose forward has at most ``batch_tokens`` tokens.
 
-    At least one turn and one copy go in any case. Turns of like length go together.
+    Turns of similar length share a batch. A batch has at least one turn and one copy, even if they exceed the limit.
 
     Args:
-        turns: All that are to be asked.
-        ways: Copies of the prompt, each of which is asked all of them.
-        batch_tokens: Tokens of a forward, padding included.
-        one_by_one: No two turns go together, so that there is no padding.
+        turns: All turns to ask.
+        ways: The number of copies of the prompt; every copy is asked every turn.
+        batch_tokens: The limit on the tokens of one forward, padding included.
+        one_by_one: Give each turn a batch of its own, so that there is no padding.
 
-    Yields: places among the turns, and a run of the ways.
+    Yields: Indices of the batch's turns, and the range of its copies.
     """
     order = sorted(range(len(turns)), key=lambda place: turns[place].tokens)
     while order:
@@ -102,18 +102,18 @@ def batches(
 
 @torch.no_grad()
 def ask(target: PreTrainedModel, cache: ProxyPrunedCache, turns: Sequence[Turn]) -> list[list[Answer]]:
-    """Every turn asked of every row of a cache, which is left as it was.
+    """Put every turn to every row of a cache; the cache itself does not change.
 
     Args:
-        target: The cache's.
-        cache: B rows, one prompt kept in B ways, without padding.
-        turns: At least one.
+        target: The model that the cache belongs to.
+        cache: B rows: one prompt, kept in B ways, without padding.
+        turns: At least one turn.
 
-    Returns: `[B][len(turns)]`.
+    Returns: The answers, `[B][len(turns)]`.
     """
     started = time.perf_counter()
     ways = len(cache.report().seen_tokens)
-    asked = list(turns) * ways  # the rows of a fork: each way's copies together
+    asked = list(turns) * ways  # the order of a fork's rows: all copies of one way, then of the next
     with cache.fork(len(turns)) as fork:
         batch = _Batch(target, fork, len(asked))
         drafts = [turn.usable_draft for turn in asked]
@@ -132,12 +132,12 @@ def ask(target: PreTrainedModel, cache: ProxyPrunedCache, turns: Sequence[Turn])
 
 
 class _Batch:
-    """Rows of a cache, what each of them sees, and where it goes on.
+    """The rows of a cache, with the attention mask and the next position of each row.
 
     Args:
-        target: The cache's.
-        cache: Prefilled, without padding; it grows.
-        rows: B.
+        target: The model that the cache belongs to.
+        cache: Prefilled, without padding; every `feed` appends to it.
+        rows: The number of rows, B.
     """
 
     def __init__(self, target: PreTrainedModel, cache: ProxyPrunedCache, rows: int) -> None:
@@ -148,13 +148,14 @@ class _Batch:
         self.position = torch.full((rows, 1), seen, device=device)
 
     def feed(self, tokens: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> list[Tensor]:
-        """One forward over each row's own tokens.
+        """Run one forward over each row's own tokens.
 
         Args:
-            tokens: `[B]`, of unlike lengths, none empty.
-            wanted: `[B]`, what the tokens may end on: logits come for the first of them and each later one.
+            tokens: `[B]`, one sequence for each row; lengths may differ, none is empty.
+            wanted: `[B]`, the tokens to predict in each row: the row's ``tokens`` end with all of them but the last.
 
-        Returns: per row `[max(1, len(wanted)), V]`, what follows each of the last so many tokens.
+        Returns: For each row `[max(1, len(wanted)), V]`, the logits of each wanted token, or of the next token if none
+            is wanted.
         """
         width, last = max(map(len, tokens)), [max(1, len(row)) for row in wanted]
         ids = torch.tensor([[0] * (width - len(row)) + [*row] for row in tokens], device=device_of(self.target))
@@ -176,20 +177,20 @@ class _Batch:
         return [row[-count:] for row, count in zip(logits, last, strict=True)]
 
     def forget(self, counts: Sequence[int]) -> None:
-        """Each row sees no more of its last ``counts`` tokens, of those that the last `feed` gave it."""
+        """Hide the last ``counts`` tokens of each row from it; they must be from the last `feed`."""
         columns = self.mask.shape[1]
         for row, count in enumerate(counts):
             self.mask[row, columns - count :] = False
             self.position[row] -= count
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only."""
+        """Keep only these rows."""
         chosen = torch.tensor(rows, device=self.mask.device)
         self.cache.batch_select_indices(chosen)
         self.mask, self.position = self.mask[chosen], self.position[chosen]
 
     def fork(self, rows: Sequence[int]) -> _Batch:
-        """Some rows, independent of this batch."""
+        """A copy of these rows that is independent of this batch."""
         twin = object.__new__(_Batch)
         twin.target, twin.cache, twin.mask, twin.position = self.target, self.cache.fork(), self.mask, self.position
         twin.select(rows)
@@ -197,7 +198,7 @@ class _Batch:
 
 
 def _agreed(own: Sequence[int], draft: Sequence[int]) -> list[int]:
-    """As much of an answer as a draft tells: where both agree, and the first token of its own."""
+    """The start of an answer: the tokens that agree with the draft, and the first token that differs."""
     agree = 0
     while agree < len(draft) and own[agree] == draft[agree]:
         agree += 1
@@ -205,7 +206,10 @@ def _agreed(own: Sequence[int], draft: Sequence[int]) -> list[int]:
 
 
 def _continue(batch: _Batch, answers: list[list[int]], turns: Sequence[Turn], ends: frozenset[int]) -> None:
-    """Complete ``answers``; of each all but the last token was fed, and refused tokens of the draft after them."""
+    """Complete ``answers`` in place.
+
+    The batch was fed all tokens of each answer but the last, and after them the refused tokens of the draft.
+    """
 
     def is_over(place: int) -> bool:
         return answers[place][-1] in ends or len(answers[place]) == turns[place].max_new_tokens
@@ -225,15 +229,15 @@ def _continue(batch: _Batch, answers: list[list[int]], turns: Sequence[Turn], en
 
 
 def _likelihoods(batch: _Batch, logits: Sequence[Tensor], turns: Sequence[Turn]) -> list[float | None]:
-    """Each reference's mean negative log-likelihood.
+    """The mean negative log-likelihood of each reference.
 
-    As far as a reference begins as the draft does, the draft's logits serve; its other tokens are fed in place of the
-    draft's, to a fork of the batch.
+    Where a reference begins like the draft, the draft's logits are used. The other tokens of the reference are fed to
+    a fork of the batch, in place of the draft's.
 
     Args:
-        batch: It was just fed the questions, and all but the last token of the drafts.
-        logits: What followed.
-        turns: Likewise.
+        batch: The batch, just after it was fed the questions and all tokens of the drafts but the last.
+        logits: The logits of that forward, row by row.
+        turns: The turn of each row.
     """
     found: list[list[Tensor]] = []
     shared: list[int] = []
@@ -258,7 +262,7 @@ def _likelihoods(batch: _Batch, logits: Sequence[Tensor], turns: Sequence[Turn])
 
 
 def _log_likelihoods(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """`[n]`, float32: of n tokens, each by its own row of ``logits`` `[n or more, V]`."""
+    """`[n]`, float32: the log-likelihood of n tokens, each by its own row of ``logits`` `[n or more, V]`."""
     rows = logits[: len(tokens)].float()
     places = torch.tensor(tokens, dtype=torch.long, device=logits.device)[:, None]
     return rows.gather(1, places)[:, 0] - rows.logsumexp(-1)

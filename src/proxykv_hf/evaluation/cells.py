@@ -24,7 +24,7 @@ class Variant:
         return self.method if self.allocation is None else f"{self.method} ({self.allocation})"
 
     def at(self, ratio: float) -> Cell:
-        """This variant at a retention ratio."""
+        """The cell of this variant at a retention ratio."""
         return Cell(self.method, self.allocation, ratio)
 
 

@@ -1,4 +1,4 @@
-"""How pictures look: drawn 8 inches wide, to be read at half their 1,600 pixels. They need matplotlib."""
+"""How plots look: 8 inches and 1,600 pixels wide, to be readable at half that size. They need matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Okabe and Ito's colours, which the colour-blind can tell apart (jfly.uni-koeln.de/color, 2008), and three more.
+#: Okabe and Ito's colours, which colour-blind readers can tell apart (jfly.uni-koeln.de/color, 2008), and three more.
 OURS, REFERENCE, GREY = "#0072B2", "#000000", "#8A8A8A"
 OTHERS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F", "#B8A800")
 #: matplotlib's settings.
@@ -23,7 +23,7 @@ _DPI = 200
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
+    """An empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -36,9 +36,9 @@ def save(figure: Figure, path: Path, title: str) -> None:
 
 
 def spread(wanted: Sequence[float], gap: float, lowest: float) -> list[float]:
-    """Places for labels, at least ``gap`` apart, none below ``lowest``, in the same order, moved as little as it takes.
+    """The places of labels, moved as little as possible to be ``gap`` apart and not below ``lowest``.
 
-    Labels that collide form a block around the mean of the places that its labels want.
+    The labels keep their order. Labels that would overlap form a block around the mean of their wanted places.
     """
     order = sorted(range(len(wanted)), key=lambda label: wanted[label])
     blocks: list[list[int]] = []

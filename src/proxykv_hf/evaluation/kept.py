@@ -1,4 +1,4 @@
-"""Which tokens of one text are kept, in which layers and heads: masks, and the words at their peaks."""
+"""Which tokens of one text are kept, in which layers and heads: masks, and the words that most heads keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import InvalidInputError
 from ..geometry import device_of, max_positions
 from ..scorers.base import Scorer
 
-#: A span of tokens and the text it stands for.
+#: A word's span of tokens and its text: ``(start, stop, text)``.
 Word = tuple[int, int, str]
 
 
@@ -26,10 +26,10 @@ class Kept:
     """What each scorer keeps of the same N tokens.
 
     Args:
-        layers: The full-attention layers' numbers, L_full of them.
-        masks: By scorer's name, `[L_full, H, N]`, bool.
-        words: The text's, in order.
-        marks: Spans of tokens to be shown, ``(start, stop)``.
+        layers: The indices of the L_full full-attention layers.
+        masks: By the scorer's name, `[L_full, H, N]`, bool; True where the KV pair is kept.
+        words: The words of the text, in order.
+        marks: Spans of tokens to highlight, ``(start, stop)``.
     """
 
     layers: tuple[int, ...]
@@ -42,7 +42,7 @@ class Kept:
         return self.masks[name].float().mean((0, 1))
 
     def overlap(self, name: str, other: str) -> float:
-        """The share of the pairs that ``name`` keeps which ``other`` keeps too."""
+        """The share of the KV pairs kept by ``name`` that ``other`` keeps too."""
         mask = self.masks[name]
         return float((mask & self.masks[other]).sum() / mask.sum())
 
@@ -58,24 +58,24 @@ def find_kept(
     tokens: int | None = None,
     marks: Sequence[str] = (),
 ) -> Kept:
-    """Prefill a user's turn that begins with ``text``, score it, and select.
+    """Prefill a user's turn that begins with ``text``, score the text, and select the KV pairs to keep.
 
     Args:
-        target: In eval mode.
-        tokenizer: Its tokenizer, a fast one.
-        text: What is scored and may be evicted.
-        scorers: By name, all run over one prefill.
+        target: The model, in eval mode.
+        tokenizer: The target's tokenizer, a fast one.
+        text: The text that is scored and may be evicted.
+        scorers: By name; all run over one prefill.
         policy: How much is kept.
-        tokens: Only the text's first so many tokens.
-        marks: Passages of the text whose tokens are to be shown.
+        tokens: Use only this many tokens from the start of the text; None for all.
+        marks: Passages of the text whose tokens are highlighted.
 
     Raises:
-        InvalidInputError: No text, a tokenizer that does not say where its tokens are, a mark that is not in the
-            text, or a text too long for the target.
+        InvalidInputError: The text is empty or too long for the target, the tokenizer is not a fast one, or a mark is
+            not in the text.
     """
     if not tokenizer.is_fast:
         raise InvalidInputError(
-            "expected a fast tokenizer, which says where in the text its tokens are, got a slow one"
+            "expected a fast tokenizer, which tells where in the text its tokens are, got a slow one"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded.input_ids[:tokens], encoded.offset_mapping[:tokens]
@@ -111,7 +111,7 @@ def find_kept(
 
 
 def _tokens(offsets: Sequence[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int]:
-    """The tokens ``(start, stop)`` that hold characters of ``span``."""
+    """The span of tokens ``(start, stop)`` that covers a span of characters."""
     inside = [place for place, (start, stop) in enumerate(offsets) if start < span[1] and stop > span[0]]
     return inside[0], inside[-1] + 1
 
@@ -122,8 +122,8 @@ def peaks(shares: Tensor, words: Sequence[Word], count: int, apart: int) -> list
     Args:
         shares: `[N]`, from `Kept.heads_keeping`.
         words: From `Kept.words`.
-        count: At most so many.
-        apart: No two tokens nearer to each other than this.
+        count: The largest number of words.
+        apart: The smallest distance between two of the words, in tokens.
     """
     candidates = []
     for start, stop, text in words:

@@ -1,4 +1,4 @@
-"""What is kept of one text as a picture: layers and heads against tokens; it needs matplotlib."""
+"""Plots what is kept of one text: layers and heads against tokens; it needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .kept import Kept, peaks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Words over a strip, and the longest that is not cut: so many fit beside each other.
+#: The largest number of words above a strip, and of letters in a word that is not cut; more would overlap.
 WORDS, LETTERS = 8, 11
-#: About a panel's width.
+#: About the width of a panel.
 PIXELS = 1400
 _MARK = OTHERS[0]
 
 
 def plot_kept(kept: Kept, path: Path, title: str) -> None:
-    """A PNG: for each scorer the share of heads that keep each token, with words, and every head's tokens.
+    """Write a PNG that shows, for each scorer, what share of the heads keeps each token, and what each head keeps.
 
     Args:
         kept: From `find_kept`.
-        path: The file.
-        title: Above all.
+        path: The file to write.
+        title: The title above all panels.
     """
     import matplotlib as mpl
 
@@ -53,7 +53,7 @@ def _draw_strip(axes: Axes, kept: Kept, name: str, colour: str) -> None:
         axes.axvspan(start - 0.5, stop - 0.5, color=_MARK, alpha=0.25, linewidth=0)
     for token, word in peaks(shares, kept.words, WORDS, -(-tokens // WORDS)):
         text = word if len(word) <= LETTERS else word[: LETTERS - 1] + "…"
-        half = 0.0039 * tokens * len(text)  # of the text's width, so that none sticks out
+        half = 0.0039 * tokens * len(text)  # half the width of the word, to keep it inside the panel
         axes.annotate(
             text,
             xy=(token, float(shares[token])),
@@ -71,7 +71,7 @@ def _draw_heads(axes: Axes, kept: Kept, name: str, colour: str) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     layers, heads, tokens = kept.masks[name].shape
-    # Of more tokens than the panel has pixels, antialiasing shows how dense those that are kept lie.
+    # Where there are more tokens than pixels, antialiasing shows the density of the kept tokens.
     axes.imshow(
         kept.masks[name].reshape(layers * heads, tokens).float().numpy(),
         cmap=LinearSegmentedColormap.from_list(name, ["#FFFFFF", colour]),

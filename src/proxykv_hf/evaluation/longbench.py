@@ -1,7 +1,7 @@
 """LongBench's English data sets: prompt, longest answer and metric of each (arXiv 2308.14508).
 
-The prompts are LongBench's (github.com/THUDM/LongBench, MIT licence), for figures can only be compared where they are
-the same. What comes before and with the document is the context, the rest the question.
+The prompts are LongBench's own (github.com/THUDM/LongBench, MIT licence), so that figures can be compared. The document
+and the text before it are the context; the text after it is the question.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _PASSAGES = (
 
 @dataclass(frozen=True)
 class DataSet:
-    """One of LongBench's.
+    """One data set of LongBench.
 
     Args:
-        before: What comes before the document.
-        after: What follows it; ``{input}`` is the line's own question.
-        metric: A name of `metrics.METRICS`.
-        max_new_tokens: The longest answer.
+        before: The text before the document.
+        after: The text after the document; ``{input}`` is the question in the line.
+        metric: A name in `metrics.METRICS`.
+        max_new_tokens: The length of the longest answer.
     """
 
     before: str

@@ -1,4 +1,4 @@
-"""The methods that are compared, by name: the one place where their scorers are made."""
+"""The methods that are compared, by name. Their scorers are made only here."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from ..scorers.streaming_llm import StreamingLLMScorer
 
 Allocation = Literal["global", "uniform"]
 
-#: The full cache, which every method is measured against; it has no scorer and is always run.
+#: The full cache, with which every method is compared. It has no scorer and is always run.
 FULL = "full"
 
-
-#: What of `Sources` may have to be given, and how to say so if it is missing.
+#: Arguments of `Sources` that a method may need, and the error message if one is missing.
 MISSING = {
     "mapper": "expected a trained mapper, got none: give --mapper FOLDER",
     "hidden_state": "expected trained heads, got none: give --hidden-state FOLDER",
@@ -43,12 +42,12 @@ MISSING = {
 
 @dataclass(frozen=True)
 class Method:
-    """A way to choose what is kept.
+    """A way to choose the KV pairs that are kept.
 
     Args:
         scorer: Rates the KV pairs.
-        allocation: The one that its authors use.
-        identity: What besides target and prompt its scores depend on: results of other weights do not mix.
+        allocation: The allocation that the method's authors use.
+        identity: What the scores depend on besides target and prompt. Results with another identity are not mixed.
     """
 
     scorer: Scorer
@@ -57,15 +56,15 @@ class Method:
 
 
 class Sources:
-    """What scorers are made of, each loaded when it is first wanted.
+    """What scorers are made from; each part is loaded when it is first needed.
 
     Args:
         target: The model whose cache is pruned.
         tokenizer: Its tokenizer.
-        mapper: A folder or Hub id, or a mapper, or None if there is none.
-        proxy: A folder or Hub id in place of the proxy that the mapper's config names.
-        hidden_state: A folder of trained heads, or None if there is none.
-        seed: Of random scores.
+        mapper: A mapper, or a folder or Hub id to load it from; None if there is none.
+        proxy: A folder or Hub id; replaces the proxy that the mapper's config names.
+        hidden_state: A folder of trained heads; None if there is none.
+        seed: The seed of random scores.
         threads: CPU threads of a proxy's lane; None for as many as torch uses elsewhere.
     """
 
@@ -94,7 +93,7 @@ class Sources:
         return ProxyScorer.from_pretrained(self.mapper, target=self.target, proxy=self._proxy, threads=self.threads)
 
     def hidden_state(self) -> HiddenStateScorer:
-        """The scorer of the trained heads."""
+        """The scorer that uses the trained heads."""
         if self._hidden_state is None:
             raise InvalidInputError(MISSING["hidden_state"])
         return HiddenStateScorer.from_pretrained(self._hidden_state, target=self.target)
@@ -107,8 +106,8 @@ class Sources:
             source, revision = str(self.mapper.config.proxy_id), self.mapper.config.proxy_revision
         if source == SELF_PROXY:
             raise InvalidInputError(
-                "expected a proxy that is a model of its own, but this mapper's is the target's first layers: give "
-                "--proxy, or leave the method out"
+                "expected a proxy that is a model of its own, but this mapper's proxy is the target's first layers: "
+                "give --proxy, or leave the method out"
             )
         model = AutoModel.from_pretrained(source, revision=revision or "main", dtype=self.target.dtype)
         nn.Module.to(model, device_of(self.target)).eval()
@@ -155,7 +154,7 @@ def _head_prior(sources: Sources) -> tuple[Scorer, str]:
 
 
 def _digest(*tensors: Tensor) -> str:
-    """16 hex digits that differ for other numbers."""
+    """16 hex digits that change with the numbers in the tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
@@ -164,9 +163,8 @@ def _digest(*tensors: Tensor) -> str:
 
 def _static_alignment(sources: Sources) -> tuple[Scorer, str]:
     proxy, tokenizer = sources.whole_proxy()
-    return StaticAlignmentScorer(
-        proxy, tokenizer, threads=sources.threads
-    ), f"{RECIPE}, proxy {weights_fingerprint(proxy)}"
+    scorer = StaticAlignmentScorer(proxy, tokenizer, threads=sources.threads)
+    return scorer, f"{RECIPE}, proxy {weights_fingerprint(proxy)}"
 
 
 def _random(sources: Sources) -> tuple[Scorer, str]:
@@ -178,10 +176,10 @@ class Making:
     """How a method is made.
 
     Args:
-        allocation: The one that its authors use.
-        make: Its scorer and its identity.
-        wants: Of `Sources`, by name: one of them has to be given.
-        takes: What else it reads if it is given.
+        allocation: The allocation that the method's authors use.
+        make: Makes the scorer and the identity.
+        wants: Names of arguments of `Sources`; at least one of them must be given.
+        takes: Names of further arguments of `Sources` that are read if they are given.
     """
 
     allocation: Allocation
@@ -193,8 +191,8 @@ class Making:
         return source in self.wants or source in self.takes
 
 
-#: By name. Expected attention's authors let the heads of a layer compete, which is between the two allocations that
-#: there are.
+#: The methods by name. Expected attention's authors let the heads of one layer compete, which lies between the two
+#: allocations.
 METHODS: dict[str, Making] = {
     "proxykv": Making("global", _proxykv, wants=("mapper",), takes=("proxy",)),
     "kvzip": Making("global", _kvzip),
@@ -210,14 +208,14 @@ METHODS: dict[str, Making] = {
 
 
 def check_sources(names: Sequence[str], given: set[str]) -> None:
-    """Whether methods have what they are made from, and everything that is given is read; needs no model.
+    """Check that every method has the sources it needs and that every source is read; needs no model.
 
     Args:
-        names: Of ``METHODS``.
-        given: Which of `Sources`'s ``mapper``, ``proxy`` and ``hidden_state`` there are.
+        names: Names in ``METHODS``.
+        given: Which of ``mapper``, ``proxy`` and ``hidden_state`` of `Sources` are given.
 
     Raises:
-        InvalidInputError: Something is missing, or given for nothing.
+        InvalidInputError: A source is missing, or no method reads it.
     """
     for name in names:
         if (wants := METHODS[name].wants) and not given.intersection(wants):
@@ -232,10 +230,10 @@ def check_sources(names: Sequence[str], given: set[str]) -> None:
 
 
 def check_methods(names: Sequence[str]) -> list[str]:
-    """``names`` without the full cache, which is run in any case.
+    """``names`` without the full cache, which is always run.
 
     Raises:
-        InvalidInputError: An unknown name, or one twice.
+        InvalidInputError: A name is unknown or comes twice.
     """
     unknown = [name for name in names if name not in (FULL, *METHODS)]
     if unknown or len(set(names)) < len(names):
@@ -246,10 +244,10 @@ def check_methods(names: Sequence[str]) -> list[str]:
 
 
 def make_methods(names: Sequence[str], sources: Sources) -> dict[str, Method]:
-    """The methods by name, in this order.
+    """The methods by name, in the order of ``names``.
 
     Raises:
-        InvalidInputError: An unknown name, or one for which something is missing.
+        InvalidInputError: A name is unknown, or a source of the method is missing.
     """
     methods = {}
     for name in check_methods(names):

@@ -1,7 +1,8 @@
-"""How an answer is scored, in [0, 1]: RULER's (arXiv 2404.06654) and LongBench's metrics (arXiv 2308.14508).
+"""The metrics of RULER (arXiv 2404.06654) and LongBench (arXiv 2308.14508).
 
-``METRICS[name](answer, question)``; with several references the best one counts, but for `string_match_all`, which
-wants them all. ROUGE needs the extra ``eval``; `check_metric` says so before any work.
+``METRICS[name](answer, question)`` is a score in [0, 1]. With several references the best one counts, except for
+`string_match_all`, which looks for all of them. ROUGE needs the extra ``eval``; `check_metric` tests for it before any
+other work.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from ..errors import InvalidInputError
 from .task import Question
 
 Metric = Callable[[str, Question], float]
-#: Packages that a metric needs, all of them in the extra ``eval``.
+#: The package that a metric needs; the extra ``eval`` has them all.
 PACKAGES = {"rouge_l": "rouge", "rouge_l_first_line": "rouge"}
 
 
 def check_metric(name: str) -> None:
-    """Whether there is such a metric, and what it needs.
+    """Check that a metric exists and that the package it needs is installed.
 
     Raises:
-        InvalidInputError: There is none of this name, or its package is not installed.
+        InvalidInputError: There is no metric of this name, or its package is not installed.
     """
     if name not in METRICS:
         raise InvalidInputError(f"metric: expected one of {', '.join(sorted(METRICS))}, got {name!r}")
@@ -35,22 +36,22 @@ def check_metric(name: str) -> None:
 
 
 def string_match_all(answer: str, question: Question) -> float:
-    """The share of references that the answer holds, upper and lower case alike (RULER)."""
+    """The share of references that are in the answer, regardless of case (RULER)."""
     return sum(reference.lower() in answer.lower() for reference in question.references) / len(question.references)
 
 
 def string_match_part(answer: str, question: Question) -> float:
-    """Whether the answer holds any of the references, upper and lower case alike (RULER, for its QA tasks)."""
+    """Whether any of the references is in the answer, regardless of case (RULER, for its QA tasks)."""
     return float(any(reference.lower() in answer.lower() for reference in question.references))
 
 
 def exact_match(answer: str, question: Question) -> float:
-    """Whether the answer is one of the references, both as `normalized` (SQuAD's, arXiv 1606.05250)."""
+    """Whether the `normalized` answer equals a `normalized` reference (SQuAD, arXiv 1606.05250)."""
     return float(any(normalized(answer) == normalized(reference) for reference in question.references))
 
 
 def f1(answer: str, question: Question) -> float:
-    """The harmonic mean of precision and recall of the answer's words, both as `normalized` (LongBench, QA)."""
+    """The harmonic mean of precision and recall of the words, with both texts `normalized` (LongBench, QA)."""
 
     def one(reference: str) -> float:
         mine, theirs = normalized(answer).split(), normalized(reference).split()
@@ -61,7 +62,7 @@ def f1(answer: str, question: Question) -> float:
 
 
 def normalized(text: str) -> str:
-    """In lower case, without ASCII punctuation, articles and superfluous white space."""
+    """The text in lower case, without ASCII punctuation, articles and superfluous white space."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -69,7 +70,7 @@ def normalized(text: str) -> str:
 def rouge_l(answer: str, question: Question) -> float:
     """The F-measure of ROUGE-L (aclanthology.org/W04-1013), by the package ``rouge`` (LongBench, summaries).
 
-    What the package cannot score, such as an empty answer or a sentence of a thousand words, counts 0, as there.
+    As in LongBench, the score is 0 if the package fails, such as on an empty answer or a sentence of a thousand words.
     """
     rouge = _package("rouge").Rouge(metrics=["rouge-l"])
 
@@ -83,9 +84,9 @@ def rouge_l(answer: str, question: Question) -> float:
 
 
 def classification(answer: str, question: Question) -> float:
-    """One over the number of classes named in the answer's first line, if the right one is among them (LongBench).
+    """One over the number of classes named in the answer's first line; 0 if the right class is not named (LongBench).
 
-    A class whose name is a part of the right one's does not count as named. ``question.choices`` are the classes.
+    ``question.choices`` are the classes. A class whose name is a part of the right class's name does not count.
     """
 
     def one(reference: str) -> float:
@@ -100,7 +101,7 @@ def classification(answer: str, question: Question) -> float:
 
 
 def count(answer: str, question: Question) -> float:
-    """Of the numbers in the answer, the share that is the reference (LongBench, passage_count)."""
+    """The share of the numbers in the answer that equal the reference (LongBench, passage_count)."""
     numbers = re.findall(r"\d+", answer)
     return max(numbers.count(reference) / max(1, len(numbers)) for reference in question.references)
 
@@ -112,11 +113,11 @@ def retrieval(answer: str, question: Question) -> float:
 
 
 def edit_similarity(answer: str, question: Question) -> float:
-    """``2 M / T`` of the answer's first line of code, in whole hundredths (LongBench, code completion).
+    """``2 M / T`` for the answer's first line of code, rounded to hundredths (LongBench, code completion).
 
-    M are the characters in matching blocks, T those of both texts: `difflib.SequenceMatcher`, which LongBench's
-    ``fuzzywuzzy`` uses unless python-Levenshtein is installed, whose ratio is higher. A line with a backquote, ``#`` or
-    ``//`` is none of code.
+    M is the number of characters in matching blocks, and T that in both texts. `difflib.SequenceMatcher` counts them.
+    LongBench's ``fuzzywuzzy`` uses it too, unless python-Levenshtein is installed, whose ratio is higher. A line with a
+    backquote, ``#`` or ``//`` is not a line of code.
     """
     lines = answer.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -125,7 +126,7 @@ def edit_similarity(answer: str, question: Question) -> float:
 
 
 def first_line(answer: str) -> str:
-    """What comes before the second line; a base model goes on with further examples."""
+    """The first line of the answer. A base model writes further examples after it."""
     return answer.lstrip("\n").split("\n")[0]
 
 

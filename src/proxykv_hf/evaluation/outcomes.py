@@ -1,4 +1,4 @@
-"""What `proxykv evaluate` wrote, read back and checked: files of one header and a row an answer."""
+"""Reads and checks the files that `proxykv evaluate` writes: a header, and one row for each answer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Outcome:
     """One answer.
 
     Args:
-        score: By the task's metric, 0 to 1.
-        nll: Mean negative log-likelihood of the reference answer, nats per token; NaN where the file has null.
-        kept: Bytes of the cache over those of the full one.
+        score: The score by the task's metric, 0 to 1.
+        nll: Mean negative log-likelihood of the reference answer, in nats per token; NaN where the file has null.
+        kept: The bytes of the cache over the bytes of the full cache.
     """
 
     score: float
@@ -29,21 +29,21 @@ class Outcome:
     kept: float
 
 
-#: ``(example, question)``, the unit that methods share.
+#: A question that all methods are asked: ``(example, question)``.
 Asked = tuple[str, int]
-#: One task's, by question and cell.
+#: The outcomes of one task, by question and cell.
 Rows = dict[Asked, dict[Cell, Outcome]]
 
 
 @dataclass
 class Outcomes:
-    """All that the files hold.
+    """The content of the files.
 
     Args:
-        files: Their names.
-        headers: Theirs, in the same order.
-        tasks: Metric by task.
-        rows: By task.
+        files: The names of the files.
+        headers: The headers of these files, in the same order.
+        tasks: The metric of each task.
+        rows: The outcomes of each task.
     """
 
     files: list[str] = field(default_factory=list)
@@ -52,14 +52,14 @@ class Outcomes:
     rows: dict[str, Rows] = field(default_factory=dict)
 
     def variants(self) -> list[Variant]:
-        """All in the files, the first seen first."""
+        """All variants in the files, in the order of their first rows."""
         return list(dict.fromkeys(cell.variant for rows in self.rows.values() for row in rows.values() for cell in row))
 
     def of_tasks(self, names: Sequence[str]) -> Outcomes:
-        """These tasks' alone.
+        """The outcomes of these tasks alone.
 
         Raises:
-            InvalidInputError: One is not there; the message lists those there are.
+            InvalidInputError: A task is not in the files; the message lists those that are.
         """
         if unknown := [name for name in names if name not in self.rows]:
             raise InvalidInputError(f"unknown tasks {', '.join(unknown)}: expected some of {', '.join(self.rows)}")
@@ -71,11 +71,11 @@ class Outcomes:
         )
 
     def variant(self, name: str) -> Variant:
-        """The variant that ``METHOD`` or ``METHOD:ALLOCATION`` names; ``global`` where it has several.
+        """The variant that ``METHOD`` or ``METHOD:ALLOCATION`` names; of several allocations, ``global``.
 
         Raises:
-            InvalidInputError: There is none, or it is the full cache, which has no ratio in common with the others; the
-                message lists those there are.
+            InvalidInputError: The variant is not in the files, or it is the full cache, which has no ratio in common
+                with the others. The message lists the variants that can be named.
         """
         method, _, allocation = name.partition(":")
         pruned = [v for v in self.variants() if v.method != WHOLE.method]
@@ -84,19 +84,21 @@ class Outcomes:
             known = ", ".join(sorted(f"{v.method}:{v.allocation}" for v in pruned)) or "none"
             hint = "; recovery of the full cache is in every report" if method == WHOLE.method else ""
             raise InvalidInputError(
-                f"expected a method that prunes, of {', '.join(self.files)}, got {name!r}: there {known}{hint}"
+                f"expected a method that prunes and is in {', '.join(self.files)}, got {name!r}: the "
+                f"files have {known}{hint}"
             )
         return next((v for v in there if v.allocation == "global"), there[0])
 
 
 def read_outcomes(paths: Sequence[Path]) -> Outcomes:
-    """Read files of one experiment: other tasks, examples, methods or ratios in each.
+    """Read files of one experiment, each with other tasks, examples, methods or ratios.
 
     A row that is in two files counts once.
 
     Raises:
-        InvalidInputError: A file that is none of `proxykv evaluate`, with the line and the field; files of
-            different experiments; a row that is there twice with different scores; no rows.
+        InvalidInputError: `proxykv evaluate` did not write a file (the message names line and field), the files are of
+            different experiments, a row occurs twice with different scores, there are no rows, or a task has no rows
+            of the full cache.
     """
     outcomes = Outcomes()
     for path in paths:
@@ -106,7 +108,7 @@ def read_outcomes(paths: Sequence[Path]) -> Outcomes:
     for task, asked in outcomes.rows.items():
         if not any(WHOLE in row for row in asked.values()):
             raise InvalidInputError(
-                f"task {task}: expected rows of the method 'full', which all are compared with, got none"
+                f"task {task}: expected rows of the method 'full', with which all methods are compared, got none"
             )
     return outcomes
 
@@ -115,7 +117,7 @@ def _read(path: Path, outcomes: Outcomes) -> None:
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except UnicodeDecodeError as error:
-        raise InvalidInputError(f"expected JSON lines in UTF-8, but {path} is none: {error}") from error
+        raise InvalidInputError(f"expected JSON lines in UTF-8, but {path} is not UTF-8: {error}") from error
     if not lines:
         raise InvalidInputError(f"expected a header and rows, but {path} is empty")
     _add_header(_object(path, 1, lines[0]).get("header"), path, outcomes)
@@ -128,7 +130,7 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        hint = "" if line.endswith("\n") else "; a run that was cut short? `proxykv evaluate` goes on from there"
+        hint = "" if line.endswith("\n") else "; if a run was cut short here, let `proxykv evaluate` continue it"
         raise InvalidInputError(f"{path}, line {number}: expected JSON, got {error}{hint}") from error
     if not isinstance(value, dict):
         raise InvalidInputError(f"{path}, line {number}: expected a JSON object, got {type(value).__name__}")
@@ -160,9 +162,9 @@ def _add_header(header: Any, path: Path, outcomes: Outcomes) -> None:
 
 
 def _check_same(before: dict[str, Any], header: dict[str, Any], other: str, path: Path) -> None:
-    """Refuse files of which the rows do not belong in one table."""
+    """Refuse files whose rows do not belong in one table."""
     pairs = {name: (before[name], header[name]) for name in SAME}
-    for kind in ("examples", "identities"):  # of texts, and of methods' weights and settings
+    for kind in ("examples", "identities"):  # fingerprints of texts; weights and settings of methods
         first, second = before.get(kind, {}), header.get(kind, {})
         pairs |= {name: (first[name], second[name]) for name in sorted(first.keys() & second.keys())}
     for name, (first, second) in pairs.items():
@@ -188,7 +190,7 @@ def _add_row(row: dict[str, Any], where: str, outcomes: Outcomes) -> None:
     )
     asked = (
         take("example", "a name", _is_name),
-        take("question", "a number from 0", lambda v: type(v) is int and v >= 0),
+        take("question", "an integer of at least 0", lambda v: type(v) is int and v >= 0),
     )
     method = take("method", "a name", _is_name)
     if method == WHOLE.method:
@@ -200,13 +202,13 @@ def _add_row(row: dict[str, Any], where: str, outcomes: Outcomes) -> None:
     outcome = Outcome(
         score=float(take("score", "a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1)),
         nll=math.nan if row.get("nll", 0) is None else float(take("nll", "a number or null", _is_number)),
-        kept=take("bytes", "a number from 0", lambda v: _is_number(v) and v >= 0) / full,
+        kept=take("bytes", "a number of at least 0", lambda v: _is_number(v) and v >= 0) / full,
     )
     known = outcomes.rows.setdefault(task, {}).setdefault(asked, {}).setdefault(cell, outcome)
     if known.score != outcome.score:
         raise InvalidInputError(
-            f"{where}: task {task}, example {asked[0]}, question {asked[1]}, {cell} is there twice, with scores "
-            f"{known.score:g} and {outcome.score:g}: keep one"
+            f"{where}: task {task}, example {asked[0]}, question {asked[1]}, {cell} occurs twice, with scores "
+            f"{known.score:g} and {outcome.score:g}: keep one of the rows"
         )
 
 

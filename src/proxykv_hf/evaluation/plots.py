@@ -1,4 +1,4 @@
-"""The report's pictures; they need matplotlib."""
+"""The report's plots; they need matplotlib."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _ALLOCATIONS = {"global": "one threshold over all heads", "uniform": "the same n
 
 
 def plot_scores(summary: Summary, path: Path, title: str) -> bool:
-    """A PNG: mean score against the share kept, a panel for each allocation, ours and the reference in all.
+    """Write a PNG of the mean score against the share of KV pairs kept, with one panel for each allocation.
 
-    Returns: Whether there is anything to draw: means over tasks, of anything that prunes.
+    Our method and the reference are in every panel.
+
+    Returns: False if there is nothing to draw: no means over tasks, or no method that prunes.
     """
     if not summary.overall or not summary.cells():
         return False
@@ -42,7 +44,7 @@ def plot_scores(summary: Summary, path: Path, title: str) -> bool:
 def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
     both = (summary.ours, summary.reference)
     variants = [variant for variant in summary.variants() if variant.allocation == allocation or variant in both]
-    ends: list[tuple[float, float, str, str]] = []  # a curve's last ratio and score, its label and colour
+    ends: list[tuple[float, float, str, str]] = []  # of each curve: last ratio, last score, label, colour
     for variant in variants:
         ratios = [ratio for ratio in summary.ratios() if variant.at(ratio) in summary.overall]
         if not ratios:
@@ -61,13 +63,13 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
     axes.axhline(full, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(shares[0], full + 0.012, f"full cache {full:.2f}", color=GREY, va="bottom")
     axes.set_xscale("log")
-    axes.set_xlim(shares[0] * 1.08, shares[-1] / 1.08)  # less is kept to the right, where methods part
+    axes.set_xlim(shares[0] * 1.08, shares[-1] / 1.08)  # the smallest ratio is on the right, where methods differ most
     axes.set_xticks(shares, [f"{ratio:g}" for ratio in shares])
     axes.set_xticks([], minor=True)
     axes.set(ylim=(0, 1.06), xlabel="share of KV pairs kept")
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.6)
     axes.set_axisbelow(True)
-    ends.reverse()  # of curves that end as good as together, the better one has the higher label
+    ends.reverse()  # where two curves end at about the same score, the better one gets the higher label
     places = spread([round(20 * value) / 20 for _, value, _, _ in ends], 0.056, 0.0)
     for (ratio, value, name, colour), place in zip(ends, places, strict=True):
         axes.annotate(
@@ -79,7 +81,7 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
             color=colour,
             va="center",
             fontweight="bold" if colour == OURS else "normal",
-            # Dotted, since from a curve that ends early it runs on through the panel as if it were one.
+            # Dotted, so that the line from a curve that ends early does not look like a part of the curve.
             arrowprops={
                 "arrowstyle": "-",
                 "color": colour,
@@ -92,9 +94,10 @@ def _draw_scores(axes: Axes, summary: Summary, allocation: str | None) -> None:
 
 
 def plot_recovery(summary: Summary, path: Path, title: str) -> bool:
-    """A PNG: by task and ratio what share of the reference's score ours recovers, other methods in grey.
+    """Write a PNG of the share of the reference's score that ours recovers, by task and ratio; other methods in grey.
 
-    Returns: Whether there is anything to draw: both methods, and a task within reach where the reference scores enough.
+    Returns: False if there is nothing to draw: ours or the reference is missing, or the reference scores too low in all
+        tasks within reach.
     """
     reference, ours = summary.reference, summary.ours
     if reference is None or ours is None:
@@ -152,7 +155,7 @@ def _draw_recovery(
 
 
 def _colour(variant: Variant, summary: Summary) -> str:
-    """One colour a method, whatever its allocation."""
+    """The colour of the variant's method; all allocations of a method have the same colour."""
     both = ((summary.reference, REFERENCE), (summary.ours, OURS))
     named = {known.method: colour for known, colour in both if known is not None}
     others = sorted({other.method for other in summary.variants()} - set(named))

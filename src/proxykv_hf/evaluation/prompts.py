@@ -1,4 +1,4 @@
-"""How an example is put to the model: what is prefilled, what of it may be evicted, what is asked after it."""
+"""How an example is put to the model: what is prefilled, which part may be evicted, what is asked afterwards."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..errors import InvalidInputError
 from .answers import Turn
 from .task import Example, Question
 
-#: Metrics that want every reference in the answer, not just one of them.
+#: Metrics that look for every reference in the answer, not for any one of them.
 WANT_ALL = ("string_match_all",)
-#: What an answer follows without a space.
+#: Characters after which an answer follows without a space.
 OPENING = "\"'`([{<"
 
 
 @dataclass(frozen=True)
 class Sitting:
-    """One prefill, and what is asked after it.
+    """One prefill, and the questions that are asked after it.
 
     Args:
-        ids: The prompt.
-        context: ``(start, stop)``, what of the prompt may be evicted.
-        questions: Places of the questions among the example's.
-        turns: Those questions as tokens.
+        ids: The prompt's tokens.
+        context: ``(start, stop)``, the span of the prompt that may be evicted.
+        questions: The indices of these questions in the example.
+        turns: These questions as tokens.
     """
 
     ids: tuple[int, ...]
@@ -39,13 +39,13 @@ class Sitting:
 def sittings(
     example: Example, metric: str, tokenizer: PreTrainedTokenizerBase, query_aware: bool = False
 ) -> Iterator[Sitting]:
-    """The prefills that an example takes: one, or with ``query_aware`` one for each question.
+    """The prefills that an example needs: one, or with ``query_aware`` one for each question.
 
     The user's turn is the context and the question; the answer begins with the question's prefix. Only the context may
-    be evicted. As a rule the prompt ends where the context does, and no scorer sees a question. Query-aware, the prompt
-    goes on to the question's end: every scorer reads the question as part of the prompt (the last of SnapKV's queries
-    are the question's), it is kept whole and not counted in the budget, and what follows it (the end of the user's
-    turn, the answer's prefix) is fed to the pruned cache.
+    be evicted. Normally the prompt ends with the context, and no scorer sees a question. With ``query_aware`` the
+    prompt ends with the question: every scorer reads the question as part of the prompt (the last of SnapKV's queries
+    are the question's). The question is kept whole and not counted in the budget. The text after it (the end of the
+    user's turn, the answer's prefix) is fed to the pruned cache.
     """
     before, after = chat_affixes(tokenizer)
     prefix, context = encode(tokenizer, before), encode(tokenizer, example.context)
@@ -68,23 +68,24 @@ def sittings(
 
 
 def wording_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits that differ where the chat template, or a tokenizer's way with it, does."""
+    """16 hex digits that change with the chat template and with the tokens that the tokenizer makes of it."""
     tokens = [encode(tokenizer, text) for text in chat_affixes(tokenizer)]
     return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
 
 
 def _checked(turn: Turn, example: Example) -> Turn:
-    """Refuse a turn of no tokens, after which a model would be asked to go on with the context itself."""
+    """Refuse a turn without tokens, which would make the model continue the context instead of answering."""
     if not turn.ids:
         raise InvalidInputError(
             f"task {example.task}, example {example.name}: expected something between the context and the answer, got "
-            "a question without text or answer prefix, and a chat template that puts nothing after the user's turn"
+            "a question without text or answer prefix, and a chat template that puts nothing after the user's turn: "
+            "give the question a text or an answer prefix"
         )
     return turn
 
 
 def reference_text(question: Question, all_wanted: bool) -> str:
-    """What the likelihood is taken of: the first reference, or all of them if all are wanted, after the prefix."""
+    """The text whose likelihood is measured: the first reference, or all of them if all are wanted."""
     wanted = question.references if all_wanted else question.references[:1]
     text = ", ".join(wanted)
     last = question.answer_prefix[-1:]

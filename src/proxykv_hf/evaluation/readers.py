@@ -1,6 +1,6 @@
-"""Examples from files of JSON lines: our own, LongBench's and RULER's.
+"""Reads examples from files of JSON lines, in our own format, LongBench's or RULER's.
 
-``read(path, format)`` reads every line that can be read and collects what is wrong with the others.
+``read(path, format)`` reads every valid line and collects the errors in the others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class LineError:
     """What is wrong with one line.
 
     Args:
-        line: Its number, from 1.
-        field: The field that is missing or wrong; ``"line"`` where the whole line is.
+        line: The number of the line, from 1.
+        field: The field that is missing or wrong; ``"line"`` if the whole line is wrong.
         problem: What was expected, and what came.
     """
 
@@ -37,12 +37,12 @@ class LineError:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a file holds.
+    """The content of a file.
 
     Args:
-        examples: Of all lines that could be read.
-        metrics: The metric's name for each task among them.
-        errors: Of all lines that could not.
+        examples: The examples in all valid lines.
+        metrics: The name of the metric of each of their tasks.
+        errors: The errors in all other lines.
     """
 
     examples: tuple[Example, ...]
@@ -55,7 +55,7 @@ class _FieldError(Exception):
 
 
 class _Fields:
-    """The fields of one line, checked as they are taken."""
+    """The fields of one line; each is checked when it is read."""
 
     def __init__(self, values: Any, prefix: str = "") -> None:
         self._prefix = prefix
@@ -77,7 +77,10 @@ class _Fields:
         return value
 
     def texts(self, name: str, *, optional: bool = False) -> tuple[str, ...]:
-        """A list of strings, none blank: any answer holds that. If optional, it may be empty, null or missing."""
+        """A list of strings that are not blank, since a blank string is in any answer.
+
+        An optional list may be empty, null or missing.
+        """
         value = self._values.get(name)
         if value is None and optional:
             return ()
@@ -90,7 +93,7 @@ class _Fields:
     def positive(self, name: str, default: int) -> int:
         value = self._values.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.wrong(name, "a number from 1")
+            raise self.wrong(name, "an integer of at least 1")
         return value
 
     def one_of(self, name: str, known: dict[str, Any]) -> str:
@@ -100,7 +103,7 @@ class _Fields:
         return value
 
     def list(self, name: str) -> list[_Fields]:
-        """A list of objects, not empty."""
+        """A list of at least one object."""
         value = self._values.get(name)
         if not isinstance(value, list) or not value:
             raise self.wrong(name, "a list of at least one object")
@@ -112,7 +115,7 @@ class _Fields:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a string of Unicode; JSON may hold half of an emoji."""
+    """Whether ``value`` is a valid Unicode string; a JSON string may hold half of a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -122,19 +125,19 @@ def _short(value: Any) -> str:
 
 
 def read(path: Path, format: str) -> Reading:
-    """All examples of a file.
+    """Read all examples in a file.
 
     Args:
-        path: A file of JSON lines, in UTF-8; blank lines are passed over.
+        path: A file of JSON lines, in UTF-8; blank lines are ignored.
         format: ``"proxykv"``, ``"longbench"`` or ``"ruler"``; see `read_own`, `read_longbench` and `read_ruler`.
 
     Raises:
-        InvalidInputError: No such format or file. What is wrong inside the file is in `Reading.errors`.
+        InvalidInputError: The format or the file does not exist. Errors inside the file are in `Reading.errors`.
     """
     if format not in FORMATS:
         raise InvalidInputError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
     if not path.is_file():
-        raise InvalidInputError(f"expected a file of JSON lines, but {path} is none")
+        raise InvalidInputError(f"expected a file of JSON lines, but {path} is not a file")
     examples: list[Example] = []
     metrics: dict[str, str] = {}
     errors: list[LineError] = []
@@ -147,7 +150,7 @@ def read(path: Path, format: str) -> Reading:
             if metrics.setdefault(example.task, metric) != metric:
                 raise _FieldError("metric", f"expected {metrics[example.task]} as in the lines before, got {metric}")
             if (example.task, example.name) in names:
-                raise _FieldError("name", f"expected another one in each line, got {example.name} again")
+                raise _FieldError("name", f"expected a different name in each line, got {example.name} again")
         except _FieldError as error:
             errors.append(LineError(number, *error.args))
         else:
@@ -164,12 +167,12 @@ def _parsed(line: bytes) -> Any:
 
 
 def read_own(fields: _Fields, path: Path, number: int) -> tuple[Example, str]:
-    """A line of our own format, one example.
+    """Read a line of our own format: one example.
 
-    ``context`` (string), ``questions`` (list), ``metric`` (of `metrics.METRICS`), and, if wanted, ``task`` (else the
-    file's name) and ``name`` (else the line's number). Each question has the fields of `task.Question`: ``text``
-    and ``references`` (strings), and, if wanted, ``answer_prefix``, ``max_new_tokens`` and ``choices``, which
-    ``classification`` cannot do without.
+    Its fields are ``context`` (string), ``questions`` (list), ``metric`` (a name in `metrics.METRICS`), and optionally
+    ``task`` (default: the file's name) and ``name`` (default: the line's number). Each question has the fields of
+    `task.Question`: ``text``, ``references`` (list of strings), and optionally ``answer_prefix``, ``max_new_tokens``
+    and ``choices``, which are required with the metric ``classification``.
     """
     asked_of = fields.list("questions")
     questions = tuple(
@@ -192,7 +195,10 @@ def read_own(fields: _Fields, path: Path, number: int) -> tuple[Example, str]:
 
 
 def _check_classes(metric: str, question: Question, fields: _Fields, references: str, choices: str) -> None:
-    """Refuse what a classification could only score 0, whatever the answer; the names are those of the fields."""
+    """Refuse a question for which a classification is 0 whatever the answer.
+
+    ``references`` and ``choices`` are the names of the fields.
+    """
     if metric != "classification":
         return
     if not question.choices:
@@ -202,11 +208,11 @@ def _check_classes(metric: str, question: Question, fields: _Fields, references:
 
 
 def read_longbench(fields: _Fields, path: Path, number: int) -> tuple[Example, str]:
-    """A line of LongBench (THUDM/LongBench), of one of its English data sets.
+    """Read a line of LongBench (THUDM/LongBench), from one of its English data sets.
 
-    ``dataset``, ``context``, ``input``, ``answers`` and, for classes, ``all_classes``; other fields are passed over.
-    ``dataset`` may be that of LongBench-E, with ``_e`` at its end. LongBench asks some data sets without a chat
-    template; here all are asked with the model's, if it has one.
+    Its fields are ``dataset``, ``context``, ``input``, ``answers`` and, for classification, ``all_classes``; other
+    fields are ignored. ``dataset`` may be a data set of LongBench-E, which ends in ``_e``. LongBench uses no chat
+    template with some data sets; here the chat template of the model, if it has one, is used with all of them.
     """
     named = fields.text("dataset")
     task = named.removesuffix("_e")
@@ -223,7 +229,7 @@ def read_longbench(fields: _Fields, path: Path, number: int) -> tuple[Example, s
     return Example(named, f"{number:05d}", form.before + fields.filled("context"), (question,)), form.metric
 
 
-#: How RULER's questions begin, their metric and longest answer; the last one in a text is its own.
+#: How RULER's questions begin, their metric, and the length of the longest answer. The last match is a text's question.
 RULER_QUESTIONS = (
     ("What are all the special magic ", "string_match_all", 128),
     ("What is the special magic ", "string_match_all", 128),
@@ -235,13 +241,13 @@ RULER_QUESTIONS = (
 
 
 def read_ruler(fields: _Fields, path: Path, number: int) -> tuple[Example, str]:
-    """A line that RULER's ``prepare.py`` wrote (``--model_template_type base``, the chat template being ours).
+    """Read a line that RULER's ``prepare.py`` wrote with ``--model_template_type base``; we add the chat template.
 
-    ``input`` and ``outputs``, and ``answer_prefix`` where the version writes one. RULER gives document and question as
-    one text; what comes last and begins like one of its questions is taken for the question, with the white space
-    before it, and all before for the context. A text without any such beginning is an error: compressed as a whole it
-    would not be query-agnostic. The task is named after the file, or after its folder where RULER called the file
-    ``validation.jsonl`` or ``test.jsonl``.
+    Its fields are ``input``, ``outputs`` and, in some versions of RULER, ``answer_prefix``. RULER writes document and
+    question as one text. The question begins at the last place that matches the beginning of one of RULER's questions,
+    with the white space before it; the text before that is the context. A text without a match is an error: it could
+    only be compressed together with its question. The task is named after the file, or after its folder if the file is
+    called ``validation.jsonl`` or ``test.jsonl``, as RULER does.
     """
     text = fields.text("input")
     found = [

@@ -1,6 +1,6 @@
-"""The file of an evaluation: a header, and a JSON line for each example, question and way to keep the cache.
+"""The file of an evaluation: a header, and a JSON line for each example, question and cell.
 
-A run that was stopped goes on where it was; methods, ratios, tasks and examples may be added to a file later.
+A run that was stopped can be continued. Methods, ratios, tasks and examples may be added to a file later.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..errors import InvalidInputError
 from ..files import write_whole
 
 FORMAT = 1
-#: Of every file: what is left of one whose first write was cut short.
+#: How every file begins; if the first write was cut short, the file holds a part of this.
 BEGINNING = b'{"header": {"format": '
-#: Rows of one file, and files of one report, agree in these.
+#: Header fields that all runs of one file, and all files of one report, must share.
 SAME = ("format", "target", "target_weights", "dtype", "tokens", "seed", "query_aware", "wording", "data")
-#: What a run was, apart from what it computed.
+#: Header fields about the run, which may differ from run to run.
 RUN = ("versions", "hardware", "commit", "command")
-#: What a header has.
+#: All fields of a header.
 HEADER = (*SAME, *RUN, "mapper", "allocation", "tasks", "examples", "methods", "ratios", "identities")
-#: What tells rows apart; besides, ``block`` says how many rows were written together.
+#: The fields that identify a row. Its field ``block`` says how many rows were written together with it.
 KEY = ("task", "example", "question", "method", "allocation", "ratio")
 
 Row = dict[str, Any]
@@ -31,29 +31,28 @@ Key = tuple[Any, ...]
 
 
 def key_of(row: Row) -> Key:
-    """What tells this row from all others."""
+    """The values that identify this row."""
     return tuple(row[name] for name in KEY)
 
 
 class RowFile:
-    """Rows on disk, which grow by whole examples.
+    """The rows on disk; one example's rows are added at a time.
 
     Args:
-        path: The file; made if it is not there.
-        header: Of this run, with all of ``HEADER``; ``tasks`` are metrics by name, ``examples`` fingerprints by task
-            and name, ``identities`` by method.
-        redo: Methods whose rows are dropped, those of other tasks and ratios than this run's too.
+        path: The file; created if it does not exist.
+        header: The header of this run, with all fields of ``HEADER``. ``tasks`` maps tasks to metrics, ``examples``
+            maps ``"TASK NAME"`` to fingerprints, ``identities`` maps methods to identities.
+        redo: Methods whose rows are all dropped, even the rows of tasks and ratios that are not in this run.
 
     Raises:
-        InvalidInputError: The file is none of ours, is damaged, or was made from something else than this run would
-            go on with.
+        InvalidInputError: The file is not one of ours, is damaged, or holds results that do not mix with this run's.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], redo: Sequence[str] = ()) -> None:
         self.path = path
         before, rows = _read(path)
         kept = _without_torn_block(rows)
-        if any(row["method"] in redo for row in kept):  # what is left of a block is one no more
+        if any(row["method"] in redo for row in kept):  # a block that lost rows is no longer whole
             kept = [row | {"block": 1} for row in kept if row["method"] not in redo]
         if before is not None:
             _check(path, before, header, {row["method"] for row in kept})
@@ -64,7 +63,7 @@ class RowFile:
             write_whole(path, text.encode())
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Add what was found for one example, in one write."""
+        """Add the rows of one example, in one write."""
         rows = [row | {"block": len(rows)} for row in rows]
         with self.path.open("ab") as file:
             file.write("".join(map(_line, rows)).encode())
@@ -76,7 +75,7 @@ def _line(value: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
-    """Header and rows, without a last line that is not whole; no header if there is nothing yet."""
+    """The header and the rows, without an incomplete last line; None for the header if it is not complete yet."""
     if not path.exists():
         return None, []
     *lines, torn = path.read_bytes().split(b"\n")
@@ -103,31 +102,32 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
 
 
 def _wrong_header(header: Any) -> str | None:
-    """The first field that is not what it is to be, in words."""
+    """The first error in a header, in words; None if there is none."""
     kinds: dict[str, type] = {"allocation": str, "tasks": dict, "examples": dict, "identities": dict}
     kinds |= {"methods": list, "ratios": list}
     if not are_runs(header.get("later", [])):
-        return "later is no list of runs"
+        return "later is not a list of runs"
     fields = ((name, header[name], kinds.get(name, object)) for name in HEADER)
-    return next((f"{name} is no {kind.__name__}" for name, value, kind in fields if not isinstance(value, kind)), None)
+    wrong = (f"{name} is not a {kind.__name__}" for name, value, kind in fields if not isinstance(value, kind))
+    return next(wrong, None)
 
 
 def are_runs(later: Any) -> bool:
-    """Whether a header's ``later`` is what it is to be."""
+    """Whether a header's field ``later`` is a list of runs."""
     return isinstance(later, list) and all(isinstance(run, dict) for run in later)
 
 
 def _wrong_row(row: Any) -> str | None:
-    """Likewise."""
+    """The first error in a row, in words; None if there is none."""
     block = row["block"]
     if type(block) is not int or block < 1:
-        return f"block is {block!r}, no number from 1"
+        return f"block is {block!r}, not an integer of at least 1"
     scalars = (str, int, float, type(None))
-    return next((f"{name} is no name or number" for name in KEY if not isinstance(row[name], scalars)), None)
+    return next((f"{name} is not a string or number" for name in KEY if not isinstance(row[name], scalars)), None)
 
 
 def _without_torn_block(rows: list[Row]) -> list[Row]:
-    """``rows`` without those at the end that a write cut short has left of a block."""
+    """``rows`` without an incomplete block at their end, which a write that was cut short has left."""
 
     def block(row: Row) -> Key:
         return row["task"], row["example"], row["block"]
@@ -137,7 +137,7 @@ def _without_torn_block(rows: list[Row]) -> list[Row]:
 
 
 def _check(path: Path, before: Mapping[str, Any], header: Mapping[str, Any], present: Iterable[str]) -> None:
-    """Refuse to go on in a file whose rows do not belong with this run's."""
+    """Refuse a file whose rows do not mix with this run's."""
     for name in SAME:
         if before.get(name) != header[name]:
             raise InvalidInputError(
@@ -166,7 +166,7 @@ def _check(path: Path, before: Mapping[str, Any], header: Mapping[str, Any], pre
 
 
 def _merged(before: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
-    """The header of a file that this run adds to: the first run's, what there is of all, and later runs."""
+    """The file's header after this run: the first run's fields, the tasks, methods etc. of all, and the later runs."""
     merged = dict(before)
     for name in ("tasks", "examples", "identities"):
         merged[name] = before[name] | header[name]

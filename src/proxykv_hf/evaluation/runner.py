@@ -1,4 +1,4 @@
-"""One prefill per document, shared by all methods, allocations and ratios; every question of every pruned copy."""
+"""Runs an evaluation: one prefill per document for all cells, and every question asked of every pruned copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .prompts import Sitting, sittings
 from .rows import Key, Row, key_of
 from .task import Example, Question
 
-#: What ``allocation`` may be: one for all, each method's own, or both.
+#: The values of ``allocation``: one allocation for all methods, each method's native one, or both.
 ALLOCATIONS = ("native", "global", "uniform", "native+global")
 
 Metric = Callable[[str, Question], float]
@@ -37,17 +37,17 @@ def make_cells(
     allocation: str,
     own_ratios: Mapping[str, Sequence[float]] | None = None,
 ) -> list[Cell]:
-    """The full cache, and every method at its allocations and every ratio.
+    """The full cache, and every method at each of its allocations and ratios.
 
     Args:
-        methods: By name, the allocation that each one's authors use.
-        ratios: Of every method that has none of its own.
+        methods: By name, the native allocation: the one that the method's authors use.
+        ratios: The ratios of all methods that are not in ``own_ratios``.
         allocation: One of ``ALLOCATIONS``.
-        own_ratios: Those of single methods.
+        own_ratios: By name, ratios of single methods.
 
     Raises:
-        InvalidInputError: An unknown allocation, no ratio, or one twice.
-        InvalidPolicyError: A ratio outside (0, 1].
+        InvalidInputError: The allocation is unknown, there are no ratios, or a ratio comes twice.
+        InvalidPolicyError: A ratio is outside (0, 1].
     """
     if allocation not in ALLOCATIONS:
         raise InvalidInputError(f"allocation: expected one of {', '.join(ALLOCATIONS)}, got {allocation!r}")
@@ -69,12 +69,12 @@ def make_cells(
 
 @dataclass(frozen=True)
 class Case:
-    """An example as it is put to the model.
+    """An example, prepared for the model.
 
     Args:
         example: The example.
-        metric: Name of its task's metric.
-        sittings: The prefills that it takes.
+        metric: The name of its task's metric.
+        sittings: The prefills that it needs.
     """
 
     example: Example
@@ -87,15 +87,15 @@ class Case:
 
 
 class Runner:
-    """Asks the questions of cases of every cell.
+    """Asks the questions of cases in every cell.
 
     Args:
-        target: In eval mode.
-        tokenizer: The target's.
-        methods: By name; all that the cells name but the full cache.
+        target: The model, in eval mode.
+        tokenizer: The target's tokenizer.
+        methods: By name, all methods in the cells except the full cache.
         cells: From `make_cells`.
-        metrics: By name.
-        batch_tokens: Tokens of a forward over questions, padding included.
+        metrics: The metrics by name.
+        batch_tokens: The limit on the tokens of one forward over questions, padding included.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Runner:
         self.target, self.tokenizer = target, tokenizer
         self.methods, self.cells, self.metrics = methods, cells, metrics
         self.batch_tokens = batch_tokens
-        self._one_by_one = any(ModelGeometry.from_config(target.config).sliding_windows)  # see `answers`
+        self._one_by_one = any(ModelGeometry.from_config(target.config).sliding_windows)  # see `answers`, on padding
 
     def check(self, case: Case) -> None:
-        """Refuse a case that the target or a scorer has no positions for; if it were cut, it would be another case.
+        """Refuse a case that is too long for the target or a scorer; a case must not be cut.
 
         Raises:
-            InvalidInputError: Naming the example.
+            InvalidInputError: The case is too long; the message names the example.
         """
         limit = max_positions(self.target.config)
         try:
@@ -136,18 +136,18 @@ class Runner:
             raise InvalidInputError(f"task {case.example.task}, example {case.example.name}: {error}") from error
 
     def keys(self, case: Case) -> list[Key]:
-        """Those of all rows that a case has, in their order: question after question."""
+        """The keys of all rows of a case, in the order of the rows: question after question."""
         return [
             self._key(case, question, cell) for question in range(len(case.example.questions)) for cell in self.cells
         ]
 
     def run(self, case: Case, known: Mapping[Key, Row], progress: Callable[[int], object]) -> list[Row]:
-        """The rows of a case that are not known yet.
+        """Make the rows of a case that are not known yet.
 
         Args:
-            case: From `Case.of`, checked.
-            known: Rows that are there, by key.
-            progress: Told how many rows more are done.
+            case: From `Case.of`; it passed `check`.
+            known: The rows that are known, by key.
+            progress: Called with the number of rows that were just made.
         """
         order = {key: place for place, key in enumerate(self.keys(case)) if key not in known}
         found: list[Row] = []
@@ -172,19 +172,19 @@ class Runner:
         known: Mapping[Key, Row],
         progress: Callable[[int], object],
     ) -> list[Row]:
-        """One prefill, and the cells' missing questions after it."""
+        """Run one prefill, and ask the missing questions of each cell after it."""
         turns = dict(zip(sitting.questions, sitting.turns, strict=True))
         for question in () if self._one_by_one else turns:
             if row := known.get(self._key(case, question, WHOLE)):
                 turns[question] = replace(turns[question], draft=tuple(encode(self.tokenizer, row["answer"])))
-        groups: dict[tuple[int, ...], list[Cell]] = {}  # ways to keep the cache that lack the same questions
+        groups: dict[tuple[int, ...], list[Cell]] = {}  # cells that lack answers to the same questions
         for cell, questions in missing:
             if cell != WHOLE:
                 groups.setdefault(questions, []).append(cell)
         names = {cell.method for cells in groups.values() for cell in cells}
         scorers = {name: method.scorer for name, method in self.methods.items() if name in names}
         rows: list[Row] = []
-        # A cache wants a scorer to prefill, even if nothing will be pruned.
+        # A cache needs a scorer to prefill, even if nothing is pruned.
         with ProxyPrunedCache(self.target, RandomScorer(), WHOLE.policy, tokenizer=self.tokenizer) as whole:
             ids = torch.tensor([sitting.ids], device=device_of(self.target))
             scores = whole.prefill(ids, context=sitting.context, prune=False, scorers=scorers or None)
@@ -218,8 +218,8 @@ class Runner:
         if answer.nll is not None and not math.isfinite(answer.nll):
             raise InvalidInputError(
                 f"task {case.example.task}, example {case.example.name}, {cell}: expected "
-                f"logits that are numbers, got a likelihood of {answer.nll}: in {self.target.dtype} the target "
-                "overflows; try another --dtype"
+                f"finite logits, got a negative log-likelihood of {answer.nll}: the target overflows in "
+                f"{self.target.dtype}, give another --dtype"
             )
         return {
             "task": case.example.task,
@@ -237,7 +237,7 @@ class Runner:
 
 
 class _Sizes:
-    """Bytes of the KV pairs that the rows of pruned copies of a whole cache hold."""
+    """Computes the bytes of the KV pairs in a whole cache, and in each row of a pruned copy of it."""
 
     def __init__(self, whole: ProxyPrunedCache) -> None:
         report = whole.report()
@@ -247,6 +247,6 @@ class _Sizes:
         self._pairs = sum(map(sum, report.kept_tokens[0]))
 
     def of(self, cache: ProxyPrunedCache) -> list[int]:
-        """One number for each row."""
+        """The bytes of each row."""
         kept = [sum(map(sum, row)) for row in cache.report().kept_tokens]
         return [self.full - (self._pairs - pairs) * self._pair for pairs in kept]

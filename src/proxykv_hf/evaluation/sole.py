@@ -1,4 +1,4 @@
-"""A file that one run at a time writes to."""
+"""A lock, so that one run at a time writes to a file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ..errors import InvalidInputError
 
 @contextlib.contextmanager
 def sole_use(path: Path) -> Iterator[None]:
-    """Keep everybody else who asks for the same file, by whatever link, out of the block; it need not be there yet.
+    """Lock a file, which need not exist yet, for the time of the block.
 
-    What is locked is a file beside it, since `files.write_whole` puts another in the place of the file itself. The lock
-    of a process that was killed is free. Where the system or the disk knows no locks, nobody is kept out.
+    A second lock on the same file fails, even if it is reached by a link. The lock is on another file beside it, since
+    `files.write_whole` replaces the file itself. If a process is killed, its lock is released. If the system or the
+    disk has no locks, nothing is locked.
 
     Raises:
-        InvalidInputError: Another run uses it.
+        InvalidInputError: Another run holds the lock.
     """
     if importlib.util.find_spec("fcntl") is None:  # Windows
         yield
@@ -39,7 +40,7 @@ def sole_use(path: Path) -> Iterator[None]:
             except OSError:  # a disk without locks
                 pass
             if not _is_still(lock.fileno(), beside):
-                continue  # the run before removed it after it was opened here: others would lock a new one
+                continue  # the last run removed this file after it was opened here: the next run would lock a new one
             try:
                 yield
             finally:
@@ -48,7 +49,7 @@ def sole_use(path: Path) -> Iterator[None]:
 
 
 def _is_still(number: int, path: Path) -> bool:
-    """Whether an open file is the one at ``path``."""
+    """Whether the open file is still the file at ``path``."""
     try:
         return os.path.samestat(os.fstat(number), path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What outcomes say: scores, recovery and paired differences, of each task and over all of them."""
+"""Figures from outcomes: scores, recovery and paired differences, for each task and over all tasks."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from .cells import WHOLE, Cell, Variant
 from .outcomes import Outcome, Outcomes, Rows
 from .statistics import Estimate, Floats, Resampler, Sampled
 
-#: A task of which the full cache answers less is beyond the model: what is lost there cannot be seen.
+#: If the full cache scores less in a task, the task is beyond the model and cannot show what pruning loses.
 WITHIN_REACH = 0.5
-#: What recovery is relative to, and what the others are compared with, unless others are named.
+#: The default methods: recovery is relative to the reference, and the other methods are compared with ours.
 DEFAULT_REFERENCE, DEFAULT_OURS = "kvzip", "proxykv"
-#: Where the reference itself scores less, a share of its score says nothing; the difference in nll does.
+#: If the reference scores less, a share of its score says nothing, but the difference in nll still does.
 MEANINGFUL = 0.3
 
-#: The means that figures are made of, by name.
+#: The means from which figures are computed, by name.
 Parts = dict[str, Sampled]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A variant at a ratio, in one task or over several.
+    """The figures of a cell, in one task or over several tasks.
 
     Args:
-        questions: How many it answered.
+        questions: The number of questions that were answered.
         score: Mean score.
-        nll: Mean negative log-likelihood of the reference answers, nats per token; None without any.
+        nll: Mean negative log-likelihood of the reference answers, in nats per token; None if there is no reference.
         kept: Mean share of the full cache's bytes.
-        of_full: Score over the full cache's, of the questions that both answered; None where that is 0.
-        of_reference: Score over the reference's at this ratio, likewise; None where the reference is not there or
-            ``reference_score`` is under ``MEANINGFUL``.
-        reference_score: The reference's at this ratio, of all that it answered: the same for every variant, so that
-            either all have a quotient or none.
-        nll_over_reference: nll minus the reference's: above 0 where less is left of the answers.
-        lead: Ours minus this score, of the questions that both answered; None for ours and where ours is not there.
-        lead_nll: Ours minus this nll: below 0 where ours leads.
-        pairs: How many questions both answered.
+        of_full: Score over the full cache's score, on the questions that both answered; None if the full cache's
+            score is 0.
+        of_reference: Score over the reference's score at the same ratio, on the questions that both answered; None if
+            the reference is missing or ``reference_score`` is under ``MEANINGFUL``.
+        reference_score: The reference's score at the same ratio, on all questions that it answered. It is the same for
+            every variant, so that either all variants have a quotient or none has.
+        nll_over_reference: nll minus the reference's nll: above 0 if the right answers are less likely.
+        lead: The score of ours minus this score, on the questions that both answered; None for ours itself, or if ours
+            is missing.
+        lead_nll: The nll of ours minus this nll: below 0 if ours is better.
+        pairs: The number of questions that both ours and this cell answered.
     """
 
     questions: int
@@ -63,13 +65,13 @@ class Figures:
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """One task.
+    """The figures of one task.
 
     Args:
-        metric: What scores its answers.
-        examples: Contexts.
-        questions: Asked of them, by any method.
-        figures: By cell, the full cache's among them.
+        metric: The name of the task's metric.
+        examples: The number of contexts.
+        questions: The number of questions about them that any method answered.
+        figures: By cell, including the full cache.
     """
 
     metric: str
@@ -79,7 +81,7 @@ class TaskSummary:
 
     @property
     def full(self) -> Figures:
-        """The full cache's."""
+        """The figures of the full cache."""
         return self.figures[WHOLE]
 
     @property
@@ -92,14 +94,15 @@ class Summary:
     """All figures of a report.
 
     Args:
-        reference: What recovery is relative to; None if there is nothing.
-        ours: What the others are compared with; None likewise.
-        samples: Resamples of every interval.
-        tasks: By name.
-        overall: Means over the tasks within the model's reach, each task the same weight; only cells that all of
-            them have.
-        shared_tasks: Those of them with questions that all variants answered at the ratios that all have.
-        shared: The means over these questions alone; empty if they are all questions, or none.
+        reference: The variant that recovery is relative to; None if the files do not have it.
+        ours: The variant that the others are compared with; None if the files do not have it.
+        samples: The number of resamples behind each interval.
+        tasks: The tasks by name.
+        overall: Means over the tasks within the model's reach, each task with the same weight; only cells that all
+            these tasks have.
+        shared_tasks: The tasks within reach that have questions which all variants answered, at the ratios that all
+            variants have.
+        shared: The means over these questions alone; empty if no question is left out, or none is left.
     """
 
     reference: Variant | None
@@ -112,22 +115,24 @@ class Summary:
 
     @property
     def judged(self) -> list[str]:
-        """The tasks that the means are taken over."""
+        """The tasks within the model's reach, over which the means are taken."""
         return [name for name, task in self.tasks.items() if task.within_reach]
 
     def cells(self) -> list[Cell]:
-        """Of every task, the full cache's left out."""
+        """The cells of all tasks, without the full cache."""
         all_cells = (cell for task in self.tasks.values() for cell in task.figures)
         return list(dict.fromkeys(cell for cell in all_cells if cell != WHOLE))
 
     def ratios(self) -> list[float]:
-        """Of what prunes, the largest first."""
+        """The ratios of all variants that prune, the largest first."""
         return sorted({cell.ratio for cell in self.cells()}, reverse=True)
 
     def variants(self) -> list[Variant]:
-        """What prunes, the best first: by mean score over the ratios that all have, else over those that each has.
+        """The variants that prune, the best first.
 
-        The scores are all tasks' where there is no mean over them; what has none comes last.
+        They are ordered by their mean score over the ratios that all variants have, or over their own ratios if no
+        ratio is common to all. If there are no means over tasks, the scores of the single tasks count. A variant
+        without a score comes last.
         """
         scores: dict[Cell, list[float]] = {}
         for figures in [self.overall] if self.overall else [task.figures for task in self.tasks.values()]:
@@ -172,17 +177,18 @@ class Summary:
 def summarize(
     outcomes: Outcomes, reference: str | None = None, ours: str | None = None, samples: int = 10_000, seed: int = 0
 ) -> Summary:
-    """All figures.
+    """Compute all figures.
 
     Args:
         outcomes: From `read_outcomes`.
-        reference: What recovery is relative to, ``METHOD`` or ``METHOD:ALLOCATION``; None: the default if it is there.
-        ours: What the others are compared with, likewise.
-        samples: Resamples of every interval.
-        seed: Of the resamples; those of a task are the same whatever other tasks there are.
+        reference: The variant that recovery is relative to, as ``METHOD`` or ``METHOD:ALLOCATION``; None for the
+            default, if the files have it.
+        ours: The variant that the others are compared with, in the same form.
+        samples: The number of resamples behind each interval.
+        seed: The seed of the resamples. The resamples of a task do not depend on the other tasks.
 
     Raises:
-        InvalidInputError: ``reference`` or ``ours`` is not there.
+        InvalidInputError: ``reference`` or ``ours`` is not in the files.
     """
     yardstick = _named(outcomes, "reference", reference, DEFAULT_REFERENCE)
     own = _named(outcomes, "ours", ours, DEFAULT_OURS)
@@ -207,7 +213,7 @@ def summarize(
 
 
 def _named(outcomes: Outcomes, option: str, name: str | None, default: str) -> Variant | None:
-    """The variant of this name; of the default's, if none is given and the files have it."""
+    """The variant of this name; without a name the default variant, or None if the files do not have it."""
     try:
         return outcomes.variant(default if name is None else name)
     except InvalidInputError as error:
@@ -217,7 +223,7 @@ def _named(outcomes: Outcomes, option: str, name: str | None, default: str) -> V
 
 
 def common_ratios(cells: Iterable[Cell]) -> set[float]:
-    """The ratios that all of what prunes is there at."""
+    """The ratios that all variants that prune have in common."""
     ratios: dict[Variant, set[float]] = {}
     for cell in cells:
         if cell != WHOLE:
@@ -226,7 +232,10 @@ def common_ratios(cells: Iterable[Cell]) -> set[float]:
 
 
 def _answered_by_all(tasks: Mapping[str, Rows]) -> dict[str, Rows]:
-    """The questions that all variants answered at the ratios that all have, with these answers; none if all did all."""
+    """The questions that all variants answered at the ratios that all have, with these answers.
+
+    Empty if every variant answered every question.
+    """
     cells = {cell for rows in tasks.values() for row in rows.values() for cell in row}
     ratios = common_ratios(cells)
     wanted = {cell for cell in cells if cell == WHOLE or cell.ratio in ratios}
@@ -240,13 +249,13 @@ def _answered_by_all(tasks: Mapping[str, Rows]) -> dict[str, Rows]:
 
 
 class _Table:
-    """One task's outcomes as columns: a cell's values, NaN where it has no answer.
+    """The outcomes of one task as columns: the values of each cell, NaN where it has no answer.
 
     Args:
         rows: Outcomes by question and cell.
-        resampler: Of the questions' examples, in the same order.
-        reference: What recovery is relative to, if anything.
-        ours: What the others are compared with, likewise.
+        resampler: A resampler of the examples of these questions, in the same order.
+        reference: The variant that recovery is relative to, or None.
+        ours: The variant that the others are compared with, or None.
     """
 
     def __init__(self, rows: Rows, resampler: Resampler, reference: Variant | None, ours: Variant | None) -> None:
@@ -263,14 +272,14 @@ class _Table:
         self.counts = {cell: self._counts(cell) for cell in self._columns}
 
     def figures(self) -> dict[Cell, Figures]:
-        """All cells'."""
+        """The figures of all cells."""
         return {cell: _figures(parts, *self.counts[cell]) for cell, parts in self.parts.items()}
 
     def _column(self, variant: Variant | None, ratio: float) -> dict[str, Floats] | None:
         return None if variant is None else self._columns.get(variant.at(ratio))
 
     def _parts(self, cell: Cell) -> Parts:
-        """The means that a cell's figures are made of; those left out that have nothing to be taken from."""
+        """The means from which a cell's figures are computed, without those that have no values."""
         own = self._columns[cell]
         parts = {name: self.resampler.mean(own[name]) for name in ("score", "nll", "kept")}
         parts |= self._both("full", own["score"], self._columns[WHOLE]["score"])
@@ -286,7 +295,7 @@ class _Table:
         return {name: part for name, part in parts.items() if part is not None}
 
     def _both(self, name: str, own: Floats, other: Floats) -> dict[str, Sampled | None]:
-        """Both means of the questions that both answered."""
+        """The mean of either score, on the questions that both answered."""
         both = np.where(np.isnan(own), np.nan, other)
         return {
             f"beside_{name}": self.resampler.mean(np.where(np.isnan(other), np.nan, own)),
@@ -294,7 +303,7 @@ class _Table:
         }
 
     def _counts(self, cell: Cell) -> tuple[int, int]:
-        """Questions that a cell answered, and that ours answered too."""
+        """The number of questions that the cell answered, and that both the cell and ours answered."""
         answered = ~np.isnan(self._columns[cell]["score"])
         first = self._column(self._ours, cell.ratio)
         both = 0 if first is None else np.count_nonzero(answered & ~np.isnan(first["score"]))
@@ -302,7 +311,7 @@ class _Table:
 
 
 def _over_tasks(tables: Sequence[_Table]) -> dict[Cell, Figures]:
-    """Means over tasks, each the same weight, of the cells and parts that all of them have."""
+    """Means over tasks, each task with the same weight, of the cells and parts that all tasks have."""
     found = {}
     for cell in tables[0].parts if tables else ():
         if all(cell in table.parts for table in tables):

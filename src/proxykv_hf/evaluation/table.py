@@ -1,4 +1,4 @@
-"""The report in Markdown: the means first, then who leads, then each task, last how it was measured."""
+"""The report in Markdown: the means, ours against each other method, each task, and how it was measured."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def markdown(outcomes: Outcomes, summary: Summary, pictures: Sequence[Path] = ()
     """The whole report.
 
     Args:
-        outcomes: What the summary was made of.
+        outcomes: The outcomes that were summarized.
         summary: From `summarize`.
-        pictures: To be shown, beside the report.
+        pictures: Plots to show, in the folder of the report.
     """
     parts = [f"# What is lost at each budget: {outcomes.headers[0]['target']}", _what_was_asked(outcomes, summary)]
     parts += [f"![{picture.stem.replace('_', ' ')}]({picture.name})" for picture in pictures]
@@ -46,7 +46,8 @@ def markdown(outcomes: Outcomes, summary: Summary, pictures: Sequence[Path] = ()
 def _what_was_asked(outcomes: Outcomes, summary: Summary) -> str:
     header, tasks = outcomes.headers[0], summary.tasks.values()
     examples = sum(task.examples for task in tasks)
-    length = "" if header["tokens"] is None else f" of at most {header['tokens']} tokens"  # a file's have any
+    # Contexts from a file have any length.
+    length = "" if header["tokens"] is None else f" of at most {header['tokens']} tokens"
     lines = [
         f"{_count(sum(task.questions for task in tasks), 'question')} about {_count(examples, 'context')}{length}, "
         f"{_count(len(tasks), 'task')}. The questions are "
@@ -103,7 +104,7 @@ def _leads(summary: Summary, ours: Variant) -> list[str]:
 
 
 def _answered(summary: Summary) -> list[str]:
-    """Under the table of means: whose are of fewer questions, and the means of those that all answered."""
+    """The text under the table of means: who answered fewer questions, and the means over those that all answered."""
     total = sum(summary.tasks[name].questions for name in summary.judged)
     fewer: dict[str, list[str]] = {}
     for variant in (WHOLE.variant, *summary.variants()):
@@ -156,7 +157,7 @@ def _about(task: TaskSummary) -> str:
 
 
 def _unequal(outcomes: Outcomes, summary: Summary) -> list[str]:
-    """Names every cell that has not answered what others of its task have."""
+    """The section that names cells with fewer answers than others; empty if there are none."""
     alike: dict[str, list[Cell]] = {}
     for cell in (WHOLE, *summary.cells()):
         lacks = []
@@ -181,7 +182,7 @@ def _unequal(outcomes: Outcomes, summary: Summary) -> list[str]:
 
 
 def _cells(cells: Sequence[Cell]) -> str:
-    """``snapkv (uniform) at 0.1, 0.2; random (uniform) at 0.1``."""
+    """Cells as text, such as ``snapkv (uniform) at 0.1, 0.2; random (uniform) at 0.1``."""
     ratios: dict[Variant, list[str]] = {}
     for cell in cells:
         ratios.setdefault(cell.variant, []).append(f"{cell.ratio:g}")
@@ -250,17 +251,17 @@ def _table(
     common: bool = False,
     last: tuple[str, Callable[[float], str]] | None = None,
 ) -> str:
-    """Methods by ratios.
+    """A table with a row for each variant and a column for each ratio.
 
     Args:
-        summary: Says which and in what order.
-        figures: Of what the entries show.
-        show: An entry's text.
-        full: The full cache's, for a row and a column of its own.
-        without: A variant that has no row.
-        pairs: A last column with the number of questions that both answered.
-        common: Only the ratios that ``figures`` are there at.
-        last: A last row's name, and its cell by ratio.
+        summary: Determines the variants and ratios, and their order.
+        figures: The figures to show, by cell.
+        show: Makes the text of an entry.
+        full: The figures of the full cache, for a row and a column of its own.
+        without: A variant to leave out.
+        pairs: Add a last column with the number of questions that both answered.
+        common: Show only the ratios that all variants in ``figures`` have.
+        last: The name of a last row, and a function that makes its entry for a ratio.
     """
     ratios = [ratio for ratio in summary.ratios() if not common or ratio in common_ratios(figures)]
     whole = [] if full is None else ["all"]
@@ -311,7 +312,7 @@ def _recovery(reference: Variant) -> Show:
 
 
 def _span(estimate: Estimate | None) -> str:
-    """``0.93 (0.90–0.96)``."""
+    """A figure and its interval, such as ``0.93 (0.90–0.96)``."""
     if estimate is None:
         return "–"
     if estimate.low is None or estimate.high is None:
@@ -320,7 +321,7 @@ def _span(estimate: Estimate | None) -> str:
 
 
 def _signed(estimate: Estimate | None, scale: float, style: str, bold: bool = True) -> str:
-    """``+4.8 (+0.0 to +10.7)``."""
+    """A difference and its interval, such as ``+4.8 (+0.0 to +10.7)``."""
     if estimate is None:
         return "–"
     text = format(scale * estimate.value, f"+{style}")

@@ -1,4 +1,4 @@
-"""What is asked: a context, questions of it, and how their answers are scored."""
+"""Tasks and their examples: a context, and questions about it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a context.
+    """One question about a context.
 
     Args:
-        text: What follows the context in the user's turn, which is ``context + text``: it begins with its own line
-            breaks. No scorer sees it, unless the evaluation is query-aware.
+        text: The text after the context in the user's turn, which is ``context + text``, so it begins with its own
+            line breaks. No scorer sees it, unless the evaluation is query-aware.
         references: Right answers; the task's metric says whether one or all of them are wanted.
-        answer_prefix: What the answer is made to begin with, after the chat template's start of an answer.
-        max_new_tokens: The longest answer.
-        choices: All class names or options that the metric chooses from; empty where it needs none.
+        answer_prefix: The beginning of the answer, which is given to the model after the chat template's start of an
+            answer.
+        max_new_tokens: The length of the longest answer.
+        choices: All class names or options that the metric chooses from; empty if the metric needs none.
     """
 
     text: str
@@ -29,13 +30,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Example:
-    """One context, prefilled and compressed once, and the questions that are asked of it.
+    """One context, which is prefilled and compressed once, and the questions about it.
 
     Args:
-        task: Name of its task.
-        name: Unique among the task's examples, ``00000`` and so on.
-        context: What is compressed.
-        questions: At least one.
+        task: The name of its task.
+        name: A name that is unique among the task's examples, ``00000`` and so on.
+        context: The text that is compressed.
+        questions: At least one question.
     """
 
     task: str
@@ -45,7 +46,7 @@ class Example:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits, others for another context or other questions."""
+        """16 hex digits that change with the context and the questions."""
         return hashlib.sha256(repr((self.context, self.questions)).encode()).hexdigest()[:16]
 
 
@@ -55,9 +56,9 @@ class Task:
 
     Args:
         name: Its name on the command line.
-        metric: Name of the metric, one of `metrics.METRICS`.
-        make: ``make(tokens, length, seed, index)``, the example of this index. Its context has at most ``tokens``
-            tokens as ``length(text)`` counts them, and nearly as many.
+        metric: The name of its metric in `metrics.METRICS`.
+        make: ``make(tokens, length, seed, index)`` makes the example of this index. Its context has at most ``tokens``
+            tokens, as ``length(text)`` counts them, and nearly as many.
         source: Where the task comes from: paper section or arXiv id.
     """
 
