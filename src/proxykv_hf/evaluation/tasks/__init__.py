@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import counting, dialogue, documents, few_shot, function, key_value, many_questions, niah, passages, tracking
 
-#: RULER's 13 in its own order, then those that ask several questions of one context.
+#: RULER's 13 tasks in RULER's order, then the tasks with several questions about one context.
 TASKS = {
     task.name: task
     for task in (

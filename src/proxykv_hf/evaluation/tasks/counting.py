@@ -1,4 +1,4 @@
-"""Words to count, RULER's cwe and fwe (arXiv 2404.06654, section 3): what matters is everywhere."""
+"""Counting words, RULER's cwe and fwe (arXiv 2404.06654, section 3): the whole context matters."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ CODED_QUESTION = (
     "What are the three most frequently appeared words in the above coded text?"
 )
 CODED_ANSWER = "Answer: According to the coded text above, the three most frequently appeared words are:"
-#: The exponent of the zeta distribution, and its sum.
+#: The exponent of the zeta distribution, and its normalization.
 ALPHA, ZETA = 2, math.pi**2 / 6
 LETTERS = 6
 
 
 def repeats(tokens: int) -> tuple[int, int]:
-    """How often a common word and any other one appear; RULER's for 1,024 tokens and more."""
+    """How often each common word and each other word appears; from 1,024 tokens on as in RULER."""
     if tokens >= 4096:
         return 30, 3
     return (6, 1) if tokens >= 1024 else (3, 1)
 
 
 def numbered(rng: random.Random, common: list[str], others: list[str], often: int, seldom: int) -> str:
-    """``1. word 2. word``, in random order."""
+    """A numbered list of the words in random order, ``1. word 2. word``."""
     words = common * often + others * seldom
     rng.shuffle(words)
     return LIST + " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
 def common_words(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """`Task.make` of cwe: ten words of a numbered list that appear more often than the others.
+    """`Task.make` of cwe: ten words appear more often in a numbered list than the others.
 
-    A solved list of 40 words comes first, as in RULER, if there is room.
+    As in RULER, a solved list of 40 words comes first, if there is room.
     """
     rng = seeded("cwe", seed, index, "words")
     single = rng.sample([*ADJECTIVES, *NOUNS], len(ADJECTIVES) + len(NOUNS))
@@ -71,7 +71,7 @@ def common_words(tokens: int, length: Callable[[str], int], seed: int, index: in
 
 
 def frequent_words(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """`Task.make` of fwe: the three most frequent of made-up words; the k-th comes in proportion to ``k^-2``."""
+    """`Task.make` of fwe: the three most frequent made-up words; the k-th has a frequency proportional to ``k^-2``."""
     rng = seeded("fwe", seed, index, "words")
     coded: dict[str, None] = {}
     while len(coded) < max(4, tokens // 50):
@@ -87,7 +87,7 @@ def frequent_words(tokens: int, length: Callable[[str], int], seed: int, index: 
         seeded("fwe", seed, index, "order").shuffle(words)
         return CODED + " ".join(words)
 
-    # From 53 on, the third of the words comes more often than the fourth.
+    # From a count of 53 on, the third coded word appears more often than the fourth.
     context = build(fit("fwe", tokens, length, build, least=53))
     asked = Question(CODED_QUESTION, tuple(vocabulary[1:4]), CODED_ANSWER, 32)
     return Example("fwe", f"{index:05d}", context, (asked,))

@@ -12,10 +12,10 @@ from .words import FIRST_NAMES, Words
 
 QUESTIONS = 8
 SPEAKERS = 4
-#: Tokens of talk to a fact.
+#: Tokens of talk per fact.
 TOKENS_PER_FACT = 60
 HEAD = "The following is a conversation between {names} and {last}.\n\n"
-#: What speakers tell of themselves.
+#: Facts that speakers tell about themselves.
 TOLD = (
     Fact("town", "My sister has moved to {value}, of all places.",
          "To which town has {name}'s sister moved?", "{name}'s sister has moved to"),
@@ -42,7 +42,7 @@ TOLD = (
     Fact("person", "We rent our flat from {value}, who never answers letters.",
          "From whom does {name} rent the flat?", "{name} rents the flat from"),
 )  # fmt: skip
-#: What they say besides; ``{things}`` are those of any topic of the essays.
+#: Small talk; ``{things}`` are the things of any topic in `prose`.
 TALK = (
     "Has anyone thought about {things} lately?",
     "I could listen to stories about {things} for hours.",
@@ -76,7 +76,7 @@ TALK = (
 
 
 def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """`Task.make`: facts that speakers tell of themselves, of one kind by several of them, strewn into small talk."""
+    """`Task.make`: facts strewn into small talk; several speakers tell the same kind of fact about themselves."""
     rng = seeded("dialogue", seed, index, "facts")
     words = Words(rng)
     speakers = rng.sample(FIRST_NAMES, SPEAKERS)

@@ -1,7 +1,8 @@
-"""Question answering over documents, RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3), of made-up entries.
+"""Question answering over documents, RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3), with made-up documents.
 
-RULER hides the paragraph that answers a question of SQuAD (qa_1) or the two that answer one of HotpotQA (qa_2)
-among others of the same data set. Here all are entries of an encyclopaedia about places that do not exist.
+RULER hides the paragraph that answers a question of SQuAD (qa_1), or the two that answer a question of HotpotQA (qa_2),
+among other paragraphs of the same data set. Here all documents are entries of an encyclopaedia about places that do not
+exist.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ ASK = "Answer the question based on the given documents. Only give me the answer
 HEAD = f"{ASK}\n\nThe following are given documents.\n\n"
 QUESTION = f"\n\n{ASK}\n\nQuestion: {{question}}"
 ANSWER = "Answer:"
-#: Tokens of text to a document.
+#: Tokens of text per document.
 TOKENS_PER_DOCUMENT = 90
 LEAST_DOCUMENTS = 3
 
-#: Titles of entries, and what is told in each.
+#: The titles of entries, and the facts in each entry.
 SUBJECTS = {
     "{name} Canal": (
         Fact("person", "The {name} Canal was dug under the direction of {value}.",
@@ -70,7 +71,7 @@ SAID = (
 
 
 def padding(task: str, seed: int, index: int, place: int) -> Iterator[str]:
-    """Sentences that may stand in any entry."""
+    """Sentences that fit into any entry."""
     rng = seeded(task, seed, index, f"padding {place}")
     while True:
         yield f"{rng.choice(WHO_SAYS)} {rng.choice(SAID)}."
@@ -79,9 +80,9 @@ def padding(task: str, seed: int, index: int, place: int) -> Iterator[str]:
 def laid_out(
     task: str, tokens: int, length: Callable[[str], int], seed: int, index: int, entries: list[tuple[str, str]]
 ) -> str:
-    """The context: entries (titles and what is told) as numbered documents, padded to the wanted length.
+    """The context: entries, each a title and a text, as numbered documents, padded to the wanted length.
 
-    As many as fit come in; the first two, which hold the answer, always do.
+    It has as many entries as fit, and always the first two, which hold the answer.
     """
     paddings = [Pieces(padding(task, seed, index, place)) for place in range(len(entries))]
 

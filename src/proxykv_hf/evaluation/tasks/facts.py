@@ -1,4 +1,4 @@
-"""Facts with one value each, and the question that asks for it."""
+"""Facts with one value each, and the questions that ask for it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Fact:
 
     Args:
         kind: What the value is: a method of `Words`, or a number of four digits.
-        sentence: Tells it; ``{name}`` is who or what, ``{value}`` the value.
-        question: Asks for it.
-        answer_prefix: How the answer begins, where the task does not say so itself.
+        sentence: Tells the fact; ``{name}`` is the person or thing, ``{value}`` the value.
+        question: Asks for the value.
+        answer_prefix: The beginning of the answer, unless the task sets it.
     """
 
     kind: Literal["person", "town", "thing", "number"]
@@ -26,14 +26,14 @@ class Fact:
     answer_prefix: str = ""
 
     def value(self, words: Words) -> str:
-        """One that ``words`` gives only once."""
+        """A new value from ``words``."""
         return words.number(4) if self.kind == "number" else str(getattr(words, self.kind)())
 
     def told(self, name: str, value: str) -> str:
-        """The sentence."""
+        """The sentence that tells the fact."""
         return self.sentence.format(name=name, value=value)
 
     def asked(self, name: str, value: str) -> Question:
-        """The question."""
+        """The question that asks for the value."""
         text, prefix = self.question.format(name=name), self.answer_prefix.format(name=name)
         return Question(f"\n\nQuestion: {text}", (value,), prefix, 16)

@@ -1,7 +1,8 @@
 """Classes learned from examples, after LongBench's trec (arXiv 2308.14508, section 3).
 
-As with TREC, a class says what it means; but which of several names it bears only the examples say, so that the
-answer needs them. The question is, as there, one more example without its class.
+As in TREC, the name of a class tells what the class means. But a class has several possible names, and only the
+examples show which one is used, so that the answer needs the examples. As in LongBench, the question is one more
+example without its class.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ winter jacket, water bottle, tennis racket, wall clock, soup bowl, leather belt,
     .strip()
     .split(", ")
 )
-#: What the desk of each class may be called.
+#: Possible names of the desk of each class.
 NAMES = {
     "instructions": ("Handbook", "Guidance", "Tutoring", "Coaching"),
     "opening hours": ("Timetable", "Schedule", "Hours", "Openings"),
@@ -33,7 +34,7 @@ NAMES = {
     "job application": ("Recruitment", "Staffing", "Careers", "Personnel"),
     "price": ("Pricing", "Tariffs", "Costing", "Billing"),
 }
-#: Messages of each class; ``{article}`` is what they are about.
+#: Messages of each class; ``{article}`` is an article of the shop.
 MESSAGES = {
     "instructions": (
         "How do I clean my {article}?",
@@ -87,7 +88,7 @@ MESSAGES = {
 
 
 def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """`Task.make`: solved messages of ``CLASSES`` classes, and ``QUESTIONS`` messages that are not among them."""
+    """`Task.make`: solved messages of ``CLASSES`` classes; the ``QUESTIONS`` messages to solve are not among them."""
     rng = seeded("few_shot", seed, index, "classes")
     desk_of = {name: rng.choice(NAMES[name]) for name in rng.sample(list(MESSAGES), CLASSES)}
     every = {
@@ -111,13 +112,7 @@ def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Ex
 
     count = fit("few_shot", tokens, length, build, least=CLASSES)
     questions = tuple(
-        Question(
-            f"\n\nMessage: {message}",
-            (desk_of[name],),
-            "Desk:",
-            8,
-            tuple(desk_of.values()),
-        )
+        Question(f"\n\nMessage: {message}", (desk_of[name],), "Desk:", 8, tuple(desk_of.values()))
         for message, name in asked.items()
     )
     return Example("few_shot", f"{index:05d}", build(count), questions)

@@ -1,4 +1,4 @@
-"""Texts of a wanted number of tokens, from pieces, at a handful of tokenizations."""
+"""Builds texts of a wanted number of tokens from pieces, with few tokenizations."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ...errors import InvalidInputError
 
-#: A text that leaves no more than this share of its tokens free is full.
+#: A text is full if it leaves no more than this share of the tokens free.
 SLACK = 0.02
-#: A solved example that takes up more than this share is left out.
+#: A solved example that takes more than this share of the tokens is left out.
 EXAMPLE_SHARE = 0.4
-#: Pieces of the first guess.
+#: The number of pieces that the first guess adds.
 FIRST_STEP = 8
 
 
 def seeded(task: str, seed: int, index: int, part: str) -> random.Random:
-    """One source of randomness for each part of an example.
+    """A random generator for one part of an example.
 
-    Parts do not hang on each other: the same facts are hidden in a short text and in a long one.
+    Each part has its own, so that the parts are independent: a short text and a long text hide the same facts.
     """
     return random.Random(f"{task} {seed} {index} {part}")
 
 
 class Pieces:
-    """An endless stream of pieces of text of which any number of first ones can be had, again and again."""
+    """An endless stream of pieces of text, whose first pieces can be read any number of times."""
 
     def __init__(self, stream: Iterator[str]) -> None:
         self._stream = stream
         self._had: list[str] = []
 
     def first(self, count: int) -> list[str]:
-        """The stream's first ``count`` pieces, as a list of its own."""
+        """The stream's first ``count`` pieces, as a new list."""
         while len(self._had) < count:
             self._had.append(next(self._stream))
         return self._had[:count]
@@ -46,20 +46,20 @@ def fit(
     least: int = 0,
     most: int | None = None,
 ) -> int:
-    """The greatest number of pieces whose text fits, or one that leaves less than ``SLACK`` free.
+    """The largest number of pieces whose text fits, or a number that leaves at most ``SLACK`` of the tokens free.
 
-    Guesses by what a piece has cost so far and falls back on halving, so that a text of 128k tokens is tokenized a
-    few times, not once for every sentence.
+    Each guess follows from the cost of a piece so far; after a guess that is too large, the range is halved. So a text
+    of 128k tokens is tokenized a few times, not once for each sentence.
 
     Args:
-        task: For the error.
-        tokens: How many tokens there may be.
-        length: Counts a text's tokens.
-        build: The text with so many pieces; it grows with their number.
-        least, most: Bounds of the number.
+        task: The name of the task, for the error message.
+        tokens: The largest number of tokens.
+        length: Counts the tokens of a text.
+        build: Makes the text with this many pieces; more pieces make a longer text.
+        least, most: Bounds on the number of pieces.
 
     Raises:
-        InvalidInputError: Not even the least number fits.
+        InvalidInputError: Even the least number of pieces does not fit.
     """
     low, used = least, length(build(least))
     if used > tokens:
@@ -81,12 +81,15 @@ def fit(
 
 
 def if_short(solved: str, tokens: int, length: Callable[[str], int]) -> str:
-    """A solved example to come before the text, or nothing where there is no room for it."""
+    """The solved example, or an empty string if there is no room for it."""
     return solved if length(solved) <= EXAMPLE_SHARE * tokens else ""
 
 
 def strewn(rng: random.Random, pieces: Sequence[str]) -> Callable[[list[str]], list[str]]:
-    """Puts ``pieces``, in order, at random depths of a list; the depths are the same whatever the list's length."""
+    """A function that puts ``pieces``, in order, at random depths of a list.
+
+    The relative depths do not depend on the length of the list.
+    """
     depths = sorted(rng.random() for _ in pieces)
 
     def mix(others: list[str]) -> list[str]:
@@ -101,11 +104,11 @@ def strewn(rng: random.Random, pieces: Sequence[str]) -> Callable[[list[str]], l
 
 
 def shares(count: int, parts: int) -> list[int]:
-    """``count`` spread over ``parts`` as evenly as can be, the first ones ahead."""
+    """``count`` divided into ``parts`` as evenly as possible; the remainder goes to the first parts."""
     return [count // parts + (part < count % parts) for part in range(parts)]
 
 
 def shuffled_forever(rng: random.Random, items: Sequence[str]) -> Iterator[str]:
-    """All items in random order, then all again in another, and so on."""
+    """All items in random order, then all items again in another order, and so on."""
     while True:
         yield from rng.sample(items, len(items))

@@ -1,4 +1,4 @@
-"""Find the function that does what is described, after RepoQA (arXiv 2406.06025) and SCBench's Code.RepoQA."""
+"""Find the function that a description fits, after RepoQA (arXiv 2406.06025) and SCBench's Code.RepoQA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .words import Words
 QUESTIONS = 8
 HEAD = "Here is a Python module.\n\n```python\n"
 TAIL = "\n```"
-#: What a function takes of its argument, does to it and gives back: code, and the same in words.
+#: Which values a function chooses from its argument, how it changes them, what it returns: in code and in words.
 CHOICES = (
     ("value > {a}", "the numbers above {a}"),
     ("value < {a}", "the numbers below {a}"),
@@ -40,7 +40,7 @@ RESULTS = (
 
 
 def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """`Task.make`: as many functions as fit, with names that tell nothing; ``QUESTIONS`` of them are described."""
+    """`Task.make`: as many functions as fit, with meaningless names; the questions describe ``QUESTIONS`` of them."""
     rng = seeded("function", seed, index, "functions")
     words = Words(rng)
     described: dict[str, str] = {}

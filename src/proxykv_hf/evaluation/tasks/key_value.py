@@ -14,9 +14,9 @@ HEAD = "Here is a JSON object that maps article numbers to articles.\n\n"
 
 
 def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """`Task.make`: as many pairs as fit, and the values of ``QUESTIONS`` of the keys.
+    """`Task.make`: as many pairs as fit; the questions ask for the values of ``QUESTIONS`` keys.
 
-    Keys and values are short where the source has UUIDs, so that a short text holds several.
+    The papers use UUIDs. Keys and values here are shorter, so that a short text holds several pairs.
     """
     rng = seeded("key_value", seed, index, "pairs")
     words = Words(rng)

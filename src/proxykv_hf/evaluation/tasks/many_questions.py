@@ -11,11 +11,11 @@ from .prose import sentences
 from .words import Words
 
 QUESTIONS = 12
-#: Tokens of text to an entry of the chronicle.
+#: Tokens of text per entry of the chronicle.
 TOKENS_PER_ENTRY = 64
 LEAST_ENTRIES = 5
 HEAD = "What follows is a chronicle, with the thoughts of its writer. Questions about it come afterwards.\n\n"
-#: What entries are about: each has two facts, told one after the other.
+#: The kinds of entries; each entry tells two facts, one after the other.
 ENTRIES = (
     (
         Fact("person", "The inn called the {name} was opened by {value} in a year of floods.",
@@ -82,7 +82,7 @@ ENTRIES = (
 
 
 def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """`Task.make`: entries strewn into essays; one after the other, at most ``QUESTIONS`` of their facts are asked."""
+    """`Task.make`: entries strewn into essays; at most ``QUESTIONS`` questions ask for one fact each."""
     rng = seeded("many_questions", seed, index, "facts")
     words = Words(rng)
     entries: list[str] = []

@@ -1,4 +1,4 @@
-"""Needles in a haystack, RULER's eight configurations (arXiv 2404.06654, section 3)."""
+"""Needles in a haystack: RULER's eight configurations (arXiv 2404.06654, section 3)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SOME_HIDDEN = (
     "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the {kind}s afterwards.\n"
 )
-#: A value's tokens, with what the model puts between two of them.
+#: The tokens of a value, with the separator that the model writes between two values.
 VALUE_TOKENS = {"number": 12, "uuid": 40}
-#: Keys that are asked where the haystack is made of needles.
+#: The largest number of questions about a haystack of needles.
 MOST_QUESTIONS = 8
 
 
@@ -33,12 +33,12 @@ class Needles:
     """One configuration.
 
     Args:
-        haystack: Repeated noise, essays, or needles that nobody asks for.
-        value: Kind of the values.
-        key: Kind of the keys.
-        keys: How many needles there are, each with a key of its own; of a haystack of needles, as many as fit.
-        values: Values of each key.
-        together: Whether all keys are asked in one question.
+        haystack: Repeated noise, essays, or needles that no question asks for.
+        value: The kind of the values.
+        key: The kind of the keys.
+        keys: The number of keys; a haystack of needles has as many as fit.
+        values: The number of values of each key.
+        together: Whether one question asks for all keys.
     """
 
     haystack: Literal["noise", "essay", "needles"]
@@ -104,7 +104,7 @@ def maker(name: str) -> Callable[[int, Callable[[str], int], int, int], Example]
 
 
 def questions(form: Needles, hidden: list[tuple[str, str]]) -> Iterator[Question]:
-    """One for each key, or one for all: the wording and the answer prefix are RULER's."""
+    """One question for each key, or one for all keys. Wording and answer prefix are RULER's."""
     values: dict[str, list[str]] = {}
     for key, value in hidden:
         values.setdefault(key, []).append(value)
@@ -123,6 +123,6 @@ def questions(form: Needles, hidden: list[tuple[str, str]]) -> Iterator[Question
 
 
 def tasks() -> Iterator[Task]:
-    """All eight. Where RULER asks for one of several keys, each is asked (at most ``MOST_QUESTIONS``)."""
+    """All eight tasks. RULER asks for one of several keys; here each has a question (at most ``MOST_QUESTIONS``)."""
     for name in CONFIGURATIONS:
         yield Task(name, "string_match_all", maker(name), f"RULER {name}, arXiv 2404.06654")

@@ -1,4 +1,4 @@
-"""Which paragraph an abstract is of, after LongBench's passage_retrieval_en (arXiv 2308.14508, section 3)."""
+"""Find the paragraph of an abstract, after LongBench's passage_retrieval_en (arXiv 2308.14508, section 3)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .prose import sentences
 from .words import Words, a
 
 QUESTIONS = 8
-#: Tokens of text to a paragraph.
+#: Tokens of text per paragraph.
 TOKENS_PER_PARAGRAPH = 110
 HEAD = "Here are some numbered paragraphs, each of which tells of one event among general remarks.\n\n"
-#: Events, and the abstract of a paragraph that tells of one.
+#: Pairs: the sentence about an event, and the abstract of the paragraph that holds the sentence.
 EVENTS = (
     ("At the autumn fair in {town} somebody paid far too much for {a_thing}.", "An overpriced {thing} changes hands."),
     ("The council of {town} voted to put {a_thing} on its coat of arms.", "{A_thing} becomes a heraldic figure."),
@@ -29,7 +29,7 @@ EVENTS = (
 
 
 def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """`Task.make`: the abstract names what the paragraph's event is about, in other words than the paragraph's own."""
+    """`Task.make`: the abstract tells the event of a paragraph in other words than the paragraph."""
     rng = seeded("passage_retrieval", seed, index, "facts")
     words = Words(rng)
     events: list[str] = []
@@ -55,7 +55,7 @@ def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Ex
         Question(
             f"\n\nThe following is an abstract of one paragraph.\n\n{abstracts[place]}\n\n"
             "Which paragraph is the abstract of?",
-            (str(place + 1),),  # what follows the prefix
+            (str(place + 1),),  # the prefix ends with "Paragraph"
             "The abstract is of Paragraph",
             6,
         )

@@ -1,4 +1,4 @@
-"""Essays without end, from a grammar: what hides the needles where RULER has Paul Graham's essays."""
+"""Endless essays from a grammar. They hide the needles; RULER uses Paul Graham's essays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .fitting import shuffled_forever
 
 @dataclass(frozen=True)
 class Topic:
-    """Words of one subject; the entries of each field are parted by commas.
+    """The words of one subject; commas separate the entries of each field.
 
     Args:
         things: Plural nouns.
-        people: Persons with their articles.
-        doings: What they do, as gerunds.
+        people: Persons, with articles.
+        doings: What these persons do, as gerunds.
         qualities: Adjectives.
         places: Where they do it, with prepositions.
     """
@@ -168,12 +168,12 @@ SENTENCES = (
     "Seen from outside, a day spent {doing} resembles idleness.",
     "Under pressure even {quality} habits give way, and then {things} suffer first.",
 )
-#: Sentences on one topic before the essays turn to another.
+#: The number of sentences on one topic, before the next topic begins.
 SENTENCES_PER_TOPIC = 7
 
 
 def sentences(rng: random.Random) -> Iterator[str]:
-    """One essay after another, a sentence at a time."""
+    """The sentences of one essay after another."""
     forms = shuffled_forever(rng, SENTENCES)
     for number in shuffled_forever(rng, [str(number) for number in range(len(TOPICS))]):
         topic = TOPICS[int(number)]
@@ -182,7 +182,7 @@ def sentences(rng: random.Random) -> Iterator[str]:
 
 
 def written(rng: random.Random, form: str, topic: Topic) -> str:
-    """One sentence of ``SENTENCES`` with the words of a topic."""
+    """A sentence: ``form``, which is one of ``SENTENCES``, with words of the topic."""
     things, more = rng.sample(topic.things.split(", "), 2)
     words = {"things": things, "more": more}
     for field, choices in (

@@ -1,4 +1,4 @@
-"""Variable tracking, RULER's vt (arXiv 2404.06654, section 3): a chain of assignments in repeated noise."""
+"""Variable tracking, RULER's vt (arXiv 2404.06654, section 3): a chain of assignments hidden in repeated noise."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ANSWER = (
     "Answer: According to the chain(s) of variable assignment in the text above, "
     f"{HOPS + 1} variables are assigned the value {{value}}, they are:"
 )
-#: Repetitions of the noise in the solved example.
+#: The number of repetitions of the noise in the solved example.
 EXAMPLE_NOISE = 3
 
 
 def chain(rng: random.Random, letters: int) -> tuple[str, list[str], list[str]]:
-    """The value, the names of all variables that have it, and the assignments."""
+    """A value, the names of all variables that have it, and the assignments."""
     names: dict[str, None] = {}
     while len(names) <= HOPS:
         names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
@@ -34,7 +34,7 @@ def chain(rng: random.Random, letters: int) -> tuple[str, list[str], list[str]]:
 
 
 def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """`Task.make`: a solved example comes first, as in RULER, if there is room."""
+    """`Task.make`: as in RULER, a solved example comes first, if there is room."""
     rng = seeded("vt", seed, index, "facts")
     value, names, lines = chain(rng, letters=3)
     text = "\n".join(strewn(rng, lines)([NOISE] * EXAMPLE_NOISE))

@@ -1,4 +1,4 @@
-"""Words, names and numbers of the evaluation's texts, none of which the training's generated material uses."""
+"""Words, names and numbers for the evaluation's texts. The generated training material uses none of them."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ ley mere minster mouth port shaw stead stow thorpe thwaite wick worth
 
 
 def a(noun: str) -> str:
-    """With its article."""
+    """The noun with its article."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 class Words:
-    """Random words and names; what one of its methods has given out it does not give again.
+    """Random words and names; a method never returns the same one twice.
 
-    Were a kind of names ever used up, which takes hundreds of thousands of tokens, they would go on with numbers.
+    When all names of a kind are used, which takes hundreds of thousands of tokens, a number is added to further names.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -82,7 +82,7 @@ class Words:
         return self._new("thing", lambda: f"{self.rng.choice(ADJECTIVES)} {self.rng.choice(NOUNS)}")
 
     def person(self) -> str:
-        """First and last name."""
+        """A first name and a last name."""
         return self._new("person", lambda: f"{self.rng.choice(FIRST_NAMES)} {self.rng.choice(LAST_NAMES)}")
 
     def town(self) -> str:
@@ -90,7 +90,7 @@ class Words:
         return self._new("town", lambda: f"{self.rng.choice(TOWN_STARTS)}{self.rng.choice(TOWN_ENDS)}")
 
     def number(self, digits: int) -> str:
-        """Of so many digits, the first no zero."""
+        """A number with this many digits, the first of them not zero."""
         return self._new(f"number {digits}", lambda: str(self.rng.randrange(10 ** (digits - 1), 10**digits)))
 
     def uuid(self) -> str:
