@@ -33,9 +33,10 @@ class Pair:
         self.state = "empty"
 
     def ops(self) -> list[str]:
-        anywhere = ["fork", "deepcopy", "reset", "save_load"]
+        anywhere = ["fork", "deepcopy", "reset"]
         if self.state == "empty":
             return ["prefill", "forward", "prefill_whole"] * 3 + anywhere
+        anywhere.append("save_load")
         if self.state == "pending":
             return ["append_one", "report", "crop_pending", *anywhere, "reorder"]
         rows = ["reorder", "repeat", "select", "append", "append", "append", "crop", *anywhere]

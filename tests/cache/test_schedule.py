@@ -381,11 +381,11 @@ def test_room_is_made_where_each_layer_computes(ragged):
     """Of a model on two devices, layers 0, 1 and 3 on one and 2 and 4 on the other; one layer is not known."""
     cpu, other = torch.device("cpu"), torch.device("meta")
     devices, asked = [cpu, None, other, cpu, other], []
-    pruner = Pruner(torch.ones(1, 5, 2, 9, dtype=torch.bool), torch.zeros(1, dtype=torch.long), ragged)
+    pruner = Pruner(torch.ones(1, 5, 2, 9, dtype=torch.bool), torch.zeros(1, dtype=torch.long), ragged, range(5))
     rooms = []
     for place, device in enumerate(devices):
         keys = torch.empty(1, 2, 9, 8, device=device or cpu)
-        pruner.reserve(keys, keys, place, lambda: asked.append(None) or devices)
+        pruner._reserve(place, keys, keys, lambda: asked.append(None) or devices)
         rooms.append({at: storage.keys.device for at, storage in pruner._reserved.items()})
         del pruner._reserved[place]
     assert rooms == [

@@ -26,7 +26,17 @@ def policy(**kwargs):
     return RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0, **kwargs)
 
 
-@pytest.mark.parametrize("state", ["empty", "whole", "pruned"])
+def test_an_empty_cache_is_not_saved(tmp_path):
+    model = tiny_model()
+    with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
+        with pytest.raises(CacheStateError, match="expected a prefilled cache, got an empty one"):
+            cache.save(tmp_path / "folder")
+        assert not (tmp_path / "folder").exists()
+        cache.prefill(random_ids(1, 20))
+        cache.save(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("state", ["whole", "pruned"])
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_saved_cache_goes_on_where_it_was(tmp_path, kind, allocation, state):
@@ -36,9 +46,8 @@ def test_a_saved_cache_goes_on_where_it_was(tmp_path, kind, allocation, state):
     bounds = (np.int64(2), np.int64(38))
     options = {"context": bounds, "timeout": 60.0, "schedule": "overlap"}
     with ProxyPrunedCache(model, scorer, policy(allocation=allocation), **options) as cache:
-        if state != "empty":
-            cache.prefill(ids, prune=state == "pruned")
-            call_forward(model, input_ids=random_ids(2, 2, seed=1), cache=cache)
+        cache.prefill(ids, prune=state == "pruned")
+        call_forward(model, input_ids=random_ids(2, 2, seed=1), cache=cache)
         cache.save(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
         with ProxyPrunedCache.load(tmp_path, target=model, scorer=scorer) as loaded:
@@ -51,10 +60,9 @@ def test_a_saved_cache_goes_on_where_it_was(tmp_path, kind, allocation, state):
             assert (loaded.timeout, loaded.schedule) == (60.0, "overlap")
             expected = call_forward(model, input_ids=new, cache=cache).logits
             torch.testing.assert_close(call_forward(model, input_ids=new, cache=loaded).logits, expected)
-            if state != "empty":
-                layer = cache.geometry.full_layers[0]
-                for ours, theirs in zip(loaded.kept_indices(layer, 1), cache.kept_indices(layer, 1), strict=True):
-                    assert torch.equal(ours, theirs)
+            layer = cache.geometry.full_layers[0]
+            for ours, theirs in zip(loaded.kept_indices(layer, 1), cache.kept_indices(layer, 1), strict=True):
+                assert torch.equal(ours, theirs)
             loaded.reset()
             loaded.prefill(ids)
 

@@ -83,9 +83,9 @@ def prune_dynamic_cache(
     if keep.all():
         return
     lease = Lease(target) if ragged and target is not None else None
-    pruner = Pruner(keep, rows, ragged)
+    pruner = Pruner(keep, rows, ragged, places)
     # All are made before one is put in: an error on the way must not leave a cache of two lengths.
-    smaller = [pruner.prune(place, i, layers[i].keys, layers[i].values) for place, i in enumerate(places)]
+    smaller = [pruner.prune(index, layers[index].keys, layers[index].values) for index in places]
     for index, pruned in zip(places, smaller, strict=True):
         pruned.lease = lease
         layers[index] = pruned

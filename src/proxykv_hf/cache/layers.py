@@ -8,15 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import DynamicLayer
+from .._compat import DynamicLayer, DynamicSlidingWindowLayer
 from ..attention.functions import AttentionCall, AttentionOutput, hand_over, take_hidden
 from ..attention.lease import Lease
 from ..errors import CacheStateError
+from ..geometry import ModelGeometry
 from ..scorers.base import Observation
 from .ragged import ragged_attention
 from .storage import DenseStorage, RaggedStorage
 
 Watch = Callable[[Observation], None]
+
+
+def new_layers(geometry: ModelGeometry) -> list[Any]:
+    """Empty layers for a target: `PrunedLayer`s, and transformers' own where a layer has a sliding window."""
+    return [
+        PrunedLayer(index) if window is None else DynamicSlidingWindowLayer(sliding_window=window)
+        for index, window in enumerate(geometry.sliding_windows)
+    ]
+
+
+def can_crop_window(layer: DynamicSlidingWindowLayer, count: int) -> bool:
+    """Whether a sliding-window layer still holds what its window needs once the last ``count`` tokens are gone."""
+    assert layer.keys is not None
+    seen, stored = layer.get_seq_length(), layer.keys.shape[2]
+    full = seen < layer.sliding_window or layer.record_past
+    return full and stored - count >= min(seen - count, layer.sliding_window - 1)
 
 
 class PrunedLayer(DynamicLayer):
@@ -125,19 +142,19 @@ class PrunedLayer(DynamicLayer):
         storage = None if self.storage is None else self.storage.fork()
         return PrunedLayer(self.index, storage, self.offset, self.fixed, self.lease)
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         """Tokens (columns) seen."""
         return self.offset + self.columns
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Columns of the mask for ``query_length`` new ones, and the place of the first of them."""
         return self.columns + query_length, self.offset
 
-    def reset(self) -> None:
+    def reset(self, *args: Any, **kwargs: Any) -> None:
         """Forget everything."""
         self.storage, self.offset, self.fixed, self.watch = None, 0, 0, None
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int, *args: Any, **kwargs: Any) -> None:
         """Drop the last ``-tokens_to_remove`` columns.
 
         Raises:
@@ -157,17 +174,17 @@ class PrunedLayer(DynamicLayer):
                 "reset() and prefill again"
             )
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor, *args: Any, **kwargs: Any) -> None:
         """Keep the batch rows ``indices``."""
         if self.storage is not None:
             self.storage.select(indices)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def batch_repeat_interleave(self, repeats: int, *args: Any, **kwargs: Any) -> None:
         """Repeat each batch row."""
         if self.storage is not None:
             self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor, *args: Any, **kwargs: Any) -> None:
         """Reorder batch rows, for beam search."""
         self.batch_select_indices(beam_idx)
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..attention import functions as attention
+from ..attention.functions import tap_hidden
 from ..errors import InvalidInputError, ProxyKVError, ProxyKVWarning, ScoringError, UnsupportedModelError
-from ..geometry import ModelGeometry, device_of, max_positions
+from ..geometry import ModelGeometry, device_of
 from ..scorers.base import Observation, OnLane, Scorer, ScorerRun, ScoringRequest
 from .layers import PrunedLayer
 from .prompt import Context, Prompt, check_left_padded, read_prompt
+from .scores import checked_scores
 
 Taps = list[torch.utils.hooks.RemovableHandle]
 
@@ -82,8 +83,10 @@ class Prefill:
         self.timeout, self.taps = timeout, taps
         self.schedule = schedule or self._suitable_schedule()
         self.batch = 0
-        self.cropped = False
-        """Whether tokens were taken back: then the next forward is no chunk of the prompt."""
+        self.expected: int | None = None
+        """Tokens (columns) of the whole prompt, where they are known."""
+        self.prunes_ahead = False
+        """Whether layers may be pruned as they are filled: the prompt is known to come in one forward."""
         self.seconds: dict[str, float] = {}
         self.devices: dict[str, str] = {}
         self.bytes_peak_proxy = 0
@@ -97,32 +100,28 @@ class Prefill:
         self._positions: list[Tensor] = []
         self._ids_tell_rows = True
         self._drafts = 0
+        self._cropped = False
 
     def begin(
-        self,
-        call: Mapping[str, Any],
-        shape: tuple[int, int],
-        drafts: int,
-        layers: Iterable[PrunedLayer],
-        known: int | None,
+        self, call: Mapping[str, Any], shape: tuple[int, int], layers: Iterable[PrunedLayer], assisted: bool
     ) -> None:
         """The first chunk is about to go through the target.
 
         Args:
             call: The forward's arguments.
             shape: ``(B, q)``.
-            drafts: Tokens at the end that are not the prompt's, in assisted decoding.
-            layers: The cache's, to be watched.
-            known: Tokens of the whole prompt, where they are known.
+            layers: The cache's full-attention layers, to be watched.
+            assisted: Whether assisted decoding has begun, which sends drafts along with the prompt.
 
         Raises:
             ValueError, UnsupportedModelError: What a scorer refuses, before the target does any work.
         """
-        self._drafts = drafts
+        self._drafts = self._count_drafts(call, shape[1], assisted)
         self._note(call, shape)
-        # What runs beside a part of the prompt that is known to be one would have to run again.
-        at_once = self.schedule != "sequential" and (known is None or known <= shape[1])
-        request = self._first_request((shape[0], shape[1] - drafts), known == shape[1], at_once)
+        # A run beside a part of the prompt that is known to be a part would have to be repeated.
+        at_once = self.schedule != "sequential" and (self.expected is None or self.expected <= shape[1])
+        is_whole = self.expected == shape[1]
+        request = self._first_request((shape[0], shape[1] - self._drafts), is_whole, at_once)
         for name, scorer in self.scorers.items():
             try:
                 self._runs[name] = scorer.begin(request)
@@ -139,7 +138,21 @@ class Prefill:
         for layer in layers:
             layer.watch = self._watch
         if any(self.scorers[name].observes for name in self._runs):
-            self.taps.extend(attention.tap_hidden(self.target))
+            self.taps.extend(tap_hidden(self.target))
+        self.prunes_ahead = is_whole and self._scores_ahead()
+
+    def is_over(self, seen: int, tokens: int) -> bool:
+        """Whether a forward of ``tokens`` more, after ``seen``, belongs to the answer."""
+        if self.expected is not None:
+            return seen >= self.expected
+        return tokens == 1 or self._cropped
+
+    def _count_drafts(self, call: Mapping[str, Any], tokens: int, assisted: bool) -> int:
+        """Tokens at the end of the first forward that do not belong to the prompt."""
+        if self.expected is not None:
+            return max(0, tokens - self.expected)
+        logits = call.get("logits_to_keep")  # wanted from the last prompt token on
+        return max(0, logits - 1) if assisted and isinstance(logits, int) else 0
 
     def _watch(self, observation: Observation) -> None:
         """Show a layer's attention to those who observe."""
@@ -154,8 +167,7 @@ class Prefill:
                     self._fail(name, error)
                     return
 
-    @property
-    def scores_ahead(self) -> bool:
+    def _scores_ahead(self) -> bool:
         """Whether the scores, of one scorer, may be there before the prefill is over."""
         return len(self.scorers) == 1 and len(self._runs) == 1 and not next(iter(self._runs.values())).needs_cache
 
@@ -209,7 +221,7 @@ class Prefill:
 
     def crop(self, count: int, seen: int) -> None:
         """The last ``count`` of ``seen`` tokens were taken back."""
-        self.cropped = True
+        self._cropped = True
         ids = self._ids()
         self._chunks = [None if ids is None else ids[:, : seen - count]]
         self._positions = [torch.cat(self._positions, dim=1)[:, : seen - count]]
@@ -296,8 +308,7 @@ class Prefill:
         return self._scoring_request(prompt, at_once)
 
     def _scoring_request(self, prompt: Prompt, at_once: bool) -> ScoringRequest:
-        limit = max_positions(self.target.config)
-        return ScoringRequest(prompt, self.target, self.geometry, self.tokenizer, limit, self.timeout, at_once)
+        return ScoringRequest(prompt, self.target, self.geometry, self.tokenizer, self.timeout, at_once)
 
     def _fail(self, name: str, error: Exception) -> None:
         """Raise if strict, else remember and warn."""
@@ -327,8 +338,7 @@ def check_scorable(
         ValueError, UnsupportedModelError: What one refuses, see `Scorer.begin`.
     """
     prompt, _ = read_prompt(input_ids, None, None, context, (1, input_ids.shape[1]))
-    geometry, limit = ModelGeometry.from_config(target.config), max_positions(target.config)
-    request = ScoringRequest(prompt, target, geometry, tokenizer, limit, at_once=False)
+    request = ScoringRequest(prompt, target, ModelGeometry.from_config(target.config), tokenizer, at_once=False)
     for scorer in scorers:
         scorer.begin(request).cancel()
 
@@ -353,20 +363,3 @@ class WholeLayers:
             columns = slice(max(0, prompt.pads[row] - first), prompt.columns - first)
             states.append((layer.keys[batch_row, None, :, columns], layer.values[batch_row, None, :, columns]))
         return states
-
-
-def checked_scores(scores: Any, geometry: ModelGeometry, prompt: Prompt) -> Tensor:
-    """``scores``, if they are `[R, L, H, P]` and no number where one is needed is NaN.
-
-    Raises:
-        ScoringError: They are not.
-    """
-    expected = [len(prompt.lengths), geometry.num_layers, geometry.num_key_value_heads, prompt.columns]
-    if not isinstance(scores, Tensor) or [*scores.shape] != expected:
-        got = [*scores.shape] if isinstance(scores, Tensor) else type(scores).__name__
-        raise ScoringError(f"expected scores [R, L, H, N] = {expected}, got {got}")
-    full = list(geometry.full_layers)
-    for row, pad in enumerate(prompt.pads):
-        if scores[row, full, :, pad:].isnan().any():
-            raise ScoringError(f"the scores of row {row} hold NaN")
-    return scores.detach()

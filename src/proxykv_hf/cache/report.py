@@ -1,10 +1,33 @@
-"""What `ProxyPrunedCache.report` tells."""
+"""What a cache has used, and what `ProxyPrunedCache.report` tells of it."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass
+class Usage:
+    """What a cache has used so far; see `CacheReport` for the fields."""
+
+    devices: dict[str, str]
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_peak: int = 0
+    bytes_peak_proxy: int = 0
+    fallback: str | None = None
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Add time to a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def note_peak(self, held: int) -> None:
+        """Note how many bytes are held now."""
+        self.bytes_peak = max(self.bytes_peak, held)
+
+    def fork(self) -> Usage:
+        """What a copy of the cache starts with; its own memory's peak is yet to come."""
+        return dataclasses.replace(self, devices=dict(self.devices), seconds=dict(self.seconds), bytes_peak=0)
 
 
 @dataclass(frozen=True)

@@ -7,40 +7,58 @@ import json
 import os
 import tempfile
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..attention.functions import attention_modules
 from ..errors import CacheStateError, ProxyKVWarning
 from ..geometry import ModelGeometry, are_other_weights, check_geometry, device_of, weights_fingerprint
-from ..scorers.base import Scorer
-from .layers import PrunedLayer
+from .kept import Kept
+from .layers import PrunedLayer, new_layers
 from .prompt import Prompt
+from .report import Usage
 from .retention import RetentionPolicy
 from .storage import DenseStorage, RaggedBlock, RaggedStorage
-
-if TYPE_CHECKING:
-    from .cache import ProxyPrunedCache
 
 FILE_NAME = "cache.safetensors"
 FORMAT = 1
 
 
-def save_cache(cache: ProxyPrunedCache, folder: Path) -> None:
-    """Write an empty or ready cache; a file of that name in ``folder`` is replaced at the end."""
-    tensors: dict[str, Tensor] = {"rows": cache._rows}
+@dataclass(frozen=True)
+class Snapshot:
+    """What is written of a cache.
+
+    Args:
+        layers: The cache's, all filled; or none filled, in a file of an empty cache.
+        kept: What is kept of the prompt; None for an empty cache, which is read but no longer written.
+        policy: The cache's.
+        options: Its arguments ``context``, ``strict``, ``timeout`` and ``schedule``.
+        usage: What it has used; peaks are not written.
+    """
+
+    layers: list[Any]
+    kept: Kept | None
+    policy: RetentionPolicy
+    options: dict[str, Any]
+    usage: Usage
+
+
+def write_snapshot(snapshot: Snapshot, folder: Path, target: PreTrainedModel) -> None:
+    """Write the file into ``folder``; one that is there is replaced at the end."""
+    kept = snapshot.kept
+    assert kept is not None
+    tensors: dict[str, Tensor] = {"rows": kept.rows}
     layers: list[dict[str, Any]] = []
-    if cache._kept is not None:
-        tensors["kept"] = cache._kept
-    for index, layer in enumerate(cache.layers):
-        if not layer.is_initialized:
-            layers.append({"kind": "empty"})
-        elif not isinstance(layer, PrunedLayer):
+    if kept.packed is not None:
+        tensors["kept"] = kept.packed
+    for index, layer in enumerate(snapshot.layers):
+        if not isinstance(layer, PrunedLayer):
             layers.append({"kind": "sliding", "seen": layer.get_seq_length()})
             tensors |= {f"{index}.keys": layer.keys, f"{index}.values": layer.values}
         else:
@@ -58,18 +76,15 @@ def save_cache(cache: ProxyPrunedCache, folder: Path) -> None:
             layers.append(entry)
     header = {
         "format": FORMAT,
-        "geometry": cache.geometry.to_dict(),
-        "weights": weights_fingerprint(cache.target),
-        "dtype": str(cache.target.dtype),
-        "policy": cache.policy.to_dict(),
-        "prompt": None if cache._prompt is None else dataclasses.asdict(cache._prompt),
-        "context": cache.context,
-        "strict": cache.strict,
-        "timeout": cache.timeout,
-        "schedule": cache.schedule,
-        "seconds": cache._seconds,
-        "devices": cache._devices,
-        "fallback": cache._fallback,
+        "geometry": kept.geometry.to_dict(),
+        "weights": weights_fingerprint(target),
+        "dtype": str(target.dtype),
+        "policy": snapshot.policy.to_dict(),
+        "prompt": dataclasses.asdict(kept.prompt),
+        **snapshot.options,
+        "seconds": snapshot.usage.seconds,
+        "devices": snapshot.usage.devices,
+        "fallback": snapshot.usage.fallback,
         "layers": layers,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,14 +100,14 @@ def save_cache(cache: ProxyPrunedCache, folder: Path) -> None:
         raise
 
 
-def load_cache(
-    cache_class: type[ProxyPrunedCache],
-    folder: Path,
-    target: PreTrainedModel,
-    scorer: Scorer | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> ProxyPrunedCache:
-    """See `ProxyPrunedCache.load`."""
+def read_snapshot(folder: Path, target: PreTrainedModel) -> Snapshot:
+    """Read what `write_snapshot` wrote, onto the devices of the target's layers and in the target's dtype.
+
+    Raises:
+        FileNotFoundError: No cache in ``folder``.
+        CacheStateError: The file is damaged, or of another format.
+        GeometryError: A model of another geometry made the cache. Other weights are a warning.
+    """
     path = folder / FILE_NAME
     if not path.is_file():
         raise FileNotFoundError(f"expected a folder that holds {FILE_NAME}, as cache.save(folder) writes it: {folder}")
@@ -116,13 +131,22 @@ def load_cache(
         )
     try:
         _move(tensors, header, target)
-        return _rebuilt(cache_class, header, tensors, target, scorer, tokenizer)
+        return Snapshot(
+            layers=[
+                _layer(index, empty, entry, tensors)
+                for index, (empty, entry) in enumerate(zip(new_layers(own), header["layers"], strict=True))
+            ],
+            kept=_kept(header["prompt"], tensors, own),
+            policy=RetentionPolicy(**header["policy"]),
+            options={name: header[name] for name in ("context", "strict", "timeout", "schedule")},
+            usage=Usage(header["devices"], header["seconds"], fallback=header["fallback"]),
+        )
     except (KeyError, TypeError) as error:
         raise CacheStateError(f"{path} lacks {error}, which format {FORMAT} has: save the cache again") from error
 
 
 def _move(tensors: dict[str, Tensor], header: dict[str, Any], target: PreTrainedModel) -> None:
-    """Put each layer's K and V where the target's layer is, and in the target's dtype if it was another's."""
+    """Put each layer's K and V where the target's layer is, and into the target's dtype if the file has another."""
     dtype = target.dtype if header["dtype"] != str(target.dtype) else None
     devices = {str(module.layer_idx): device_of(module) for module in attention_modules(target)}
     elsewhere = device_of(target)
@@ -132,57 +156,31 @@ def _move(tensors: dict[str, Tensor], header: dict[str, Any], target: PreTrained
             tensors[name] = tensor.to(devices.get(layer, elsewhere), dtype)
 
 
-def _rebuilt(
-    cache_class: type[ProxyPrunedCache],
-    header: dict[str, Any],
-    tensors: dict[str, Tensor],
-    target: PreTrainedModel,
-    scorer: Scorer | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> ProxyPrunedCache:
-    cache = cache_class(
-        target,
-        scorer,
-        RetentionPolicy(**header["policy"]),
-        tokenizer=tokenizer,
-        context=header["context"],
-        strict=header["strict"],
-        timeout=header["timeout"],
-        schedule=header["schedule"],
-    )
-    cache._restore(
-        layers=[_layer(index, entry, tensors, cache) for index, entry in enumerate(header["layers"])],
-        prompt=_prompt(header["prompt"]),
-        rows=tensors["rows"],
-        kept=tensors.get("kept"),
-        seconds=header["seconds"],
-        devices=header["devices"],
-        fallback=header["fallback"],
-    )
-    return cache
-
-
-def _prompt(data: dict[str, Any] | None) -> Prompt | None:
-    if data is None:
+def _kept(prompt: dict[str, Any] | None, tensors: dict[str, Tensor], geometry: ModelGeometry) -> Kept | None:
+    if prompt is None:
         return None
-    return Prompt(
-        columns=data["columns"],
-        lengths=tuple(data["lengths"]),
-        contexts=tuple((start, stop) for start, stop in data["contexts"]),
-        next_positions=tuple(data["next_positions"]),
-        input_ids=None,
+    return Kept(
+        Prompt(
+            columns=prompt["columns"],
+            lengths=tuple(prompt["lengths"]),
+            contexts=tuple((start, stop) for start, stop in prompt["contexts"]),
+            next_positions=tuple(prompt["next_positions"]),
+            input_ids=None,
+        ),
+        tensors["rows"],
+        geometry,
+        tensors.get("kept"),
     )
 
 
-def _layer(index: int, entry: dict[str, Any], tensors: dict[str, Tensor], cache: ProxyPrunedCache) -> Any:
-    layer = cache.layers[index]
+def _layer(index: int, empty: Any, entry: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     if entry["kind"] == "empty":
-        return layer
+        return empty
     keys, values = tensors[f"{index}.keys"], tensors[f"{index}.values"]
     if entry["kind"] == "sliding":
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values, layer.cumulative_length = keys, values, entry["seen"]
-        return layer
+        empty.lazy_initialization(keys, values)
+        empty.keys, empty.values, empty.cumulative_length = keys, values, entry["seen"]
+        return empty
     storage: DenseStorage | RaggedStorage = DenseStorage(keys, values)
     if entry["kind"] == "ragged":
         lengths = tuple(tuple(row) for row in entry["lengths"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache.prompt import Prompt
-from ..geometry import ModelGeometry, device_of
+from ..geometry import ModelGeometry, device_of, max_positions
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class ScoringRequest:
         target: The model whose KV pairs are rated.
         geometry: Its geometry.
         tokenizer: The target's, or None if the cache was given none.
-        max_positions: Positions that the target has, or None if its config does not say.
         timeout: Seconds that `ScorerRun.finish` may wait, or None.
         at_once: Whether work may start as the target's prefill starts, and not only in `ScorerRun.finish`.
     """
@@ -33,9 +32,13 @@ class ScoringRequest:
     target: PreTrainedModel
     geometry: ModelGeometry
     tokenizer: PreTrainedTokenizerBase | None
-    max_positions: int | None = None
     timeout: float | None = None
     at_once: bool = True
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the target has, or None if its config does not say."""
+        return max_positions(self.target.config)
 
     def blank_scores(self, value: float = 0.0, device: torch.device | None = None) -> Tensor:
         """`[R, L, H, N]` of one value, float32, by default where the target computes: for a scorer to fill in."""
