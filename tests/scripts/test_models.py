@@ -102,7 +102,7 @@ def test_a_copy_from_wheels_is_taken_before_the_hub_and_told_of_once(fake, tmp_p
         (
             "hub",
             ConnectionError("no network"),
-            "could not be fetched; give a folder that holds it instead: the Hub has",
+            "could not be fetched; give a folder that holds it instead: the Hub did not return",
         ),
         (
             "wheels",
