@@ -1,6 +1,6 @@
-"""The mapper with one of its stages left out, and what is put in the place of all of them.
+"""Ablated mappers: without one of the stages, or with a simpler model in place of all stages.
 
-Each is a `HybridAxialMapper` that trains as one, and has no parameter that it does not use.
+Each is a `HybridAxialMapper` and is trained like one. None trains a parameter that it does not use.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from proxykv_hf.proxy.mapper import _TargetHeads
 
 
 class NoEncoder(HybridAxialMapper):
-    """The stem's head tokens as they are: nothing is carried along time beyond the stem's few positions."""
+    """Without the time encoder: the stem's few positions are all that a time step sees of other time steps."""
 
     def __init__(self, config: HybridAxialMapperConfig) -> None:
         super().__init__(config)
         self.encoder = nn.ModuleList()
 
     def _encode(self, stem_input: Tensor, start: int) -> Tensor:  # [B, n + kernel_size - 1, R] to [B, n, M, d]
-        states = self.stem(stem_input.transpose(1, 2)).transpose(1, 2)  # no positions are added
+        states = self.stem(stem_input.transpose(1, 2)).transpose(1, 2)  # without sinusoidal positions
         return self.encoder_norm(states.unflatten(2, (-1, self.config.width)))
 
 
 class StaticHeadMap(HybridAxialMapper):
-    """Each target head mixes the M head tokens in the same shares at every time step."""
+    """Without cross-attention: each target head mixes the M head tokens with the same weights at every time step."""
 
     def __init__(self, config: HybridAxialMapperConfig) -> None:
         super().__init__(config)
@@ -35,7 +35,7 @@ class StaticHeadMap(HybridAxialMapper):
 
 
 class _StaticHeads(_TargetHeads):
-    """In place of a mapper's target heads, whose other parameters it takes over."""
+    """Replaces a mapper's target heads, and takes over their other parameters."""
 
     def __init__(self, heads: _TargetHeads, head_tokens: int) -> None:
         super().__init__(len(heads.query), heads.query.shape[1], heads.linear.shape[1])
@@ -48,15 +48,15 @@ class _StaticHeads(_TargetHeads):
 
 
 class NoLinearPath(HybridAxialMapper):
-    """The three stages alone."""
+    """The three stages, without the linear path."""
 
     def __init__(self, config: HybridAxialMapperConfig) -> None:
         super().__init__(config)
-        self.heads.linear.requires_grad_(False)  # and is zero
+        self.heads.linear.requires_grad_(False)  # it is zero, and stays zero
 
 
 class LinearPathAlone(HybridAxialMapper):
-    """A reduced-rank regression, trained by the hybrid loss."""
+    """A reduced-rank regression, trained with the hybrid loss."""
 
     def __init__(self, config: HybridAxialMapperConfig) -> None:
         super().__init__(config)
@@ -67,7 +67,7 @@ class LinearPathAlone(HybridAxialMapper):
 
 
 class NeighbourMLP(HybridAxialMapper):
-    """The channels of a token and its two neighbours to R units, GELU, and these to the heads."""
+    """An MLP from the channels of a token and its two neighbours to R units with GELU, and from these to the heads."""
 
     def __init__(self, config: HybridAxialMapperConfig) -> None:
         super().__init__(config)
@@ -85,7 +85,7 @@ class NeighbourMLP(HybridAxialMapper):
 
 
 def _leave_out_stages(mapper: HybridAxialMapper) -> None:
-    """All but the bottleneck and the linear path; what the heads alone would use stays, but is not trained."""
+    """Keep only the bottleneck and the linear path. Parameters of the heads that the stages use are not trained."""
     for name in ("stem", "encoder_norm", "key", "value"):
         setattr(mapper, name, nn.Identity())
     mapper.encoder = nn.ModuleList()

@@ -1,13 +1,14 @@
-"""What each part of the mapper is worth: rows that change one thing of a training run, and a table of them.
+"""Measure what each part of the mapper is worth: each row of a table changes one thing of a training run.
 
     python benchmarks/ablations.py --out ablations.jsonl --epochs 8 --documents 49 --seeds 0 1
     python benchmarks/ablations.py --out ablations.jsonl --epochs 8 --documents 49 --rows base "loss terms" "no stem"
     python benchmarks/ablations.py --out ablations.jsonl --table
 
-Every row of a file has the same documents, epochs and settings but for what its name says, and is measured after
-its last epoch, with the running mean of its weights: the held-out documents choose nothing. A row is appended as
-soon as it is done, and not run again. Rows on features that the run's own do not hold read channels of one pass of
-the whole proxy, its own repeating included, which is made when first needed and takes its time.
+All rows of a file have the same documents, epochs and settings, except for what the row's name says. A row is measured
+after its last epoch, with the averaged weights, so the held-out documents choose nothing. A row is appended to the file
+as soon as it is done, and is not run again. Rows that need more features than the base run has read them from one pass
+of the whole proxy, in which the proxy also repeats the context. These features are made when they are first needed,
+which takes long.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from proxykv_hf.training.prepare import start_mapper
 from proxykv_hf.training.ridge import Ridge, Statistics
 
 CONFIG = Path(__file__).resolve().parents[1] / "examples" / "train_qwen2.5-coder.toml"
-#: Numbers of proxy layers on the curve, besides the run's own and all.
+#: Numbers of proxy layers on the curve, besides all layers.
 CURVE = (4, 6, 8, 10, 14, 18)
-#: Instead of a mapper's class: what a row is that is not trained.
+#: Kinds of rows in which no mapper is trained.
 RIDGE, PRIOR, STATIC = "ridge", "head prior", "static alignment"
 
 
@@ -56,11 +57,12 @@ class Row:
     """One line of the table.
 
     Args:
-        group: Rows that belong together.
-        name: Unlike any other's.
-        changes: Of the run, as its TOML file has it; tables are merged.
-        kind: The mapper's class; or ``RIDGE``, ``PRIOR`` or ``STATIC``, which no seed changes much.
-        every: Of the training documents one in so many is used, in so many times the epochs: as many steps.
+        group: The name of a group of rows that belong together.
+        name: The name of the row, which is unique.
+        changes: What is changed in the base run, as in its TOML file; tables are merged.
+        kind: The mapper's class; or ``RIDGE``, ``PRIOR`` or ``STATIC``, which do not depend on the seed.
+        every: Only one in this many training documents is used, for this many times the epochs, so that the number of
+            steps stays the same.
     """
 
     group: str
@@ -70,7 +72,7 @@ class Row:
     every: int = 1
 
     def config(self, base: TrainingConfig, seed: int) -> TrainingConfig:
-        """The run of this row; none stops early."""
+        """The configuration of this row's run, which does not stop early."""
         epochs = base.epochs * self.every
         changes = self.changes | {"seed": seed, "epochs": epochs, "patience": epochs}
         return TrainingConfig.from_dict(merged(base.to_dict(), changes))
@@ -130,12 +132,12 @@ def curve(depth: int) -> list[int]:
 
 
 def spread(layers: int) -> tuple[int, ...]:
-    """The three layers whose hidden states are read of so many: 2, 6 and 10 of 10."""
+    """The three layers whose hidden states are read, of ``layers`` layers: 2, 6 and 10 of 10."""
     return tuple(sorted({max(1, round(layers / 5)), max(1, round(3 * layers / 5)), layers}))
 
 
 def merged(data: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A nested dict, with what others say instead."""
+    """A nested dict with some values replaced."""
     return data | {
         key: merged(data[key], value) if isinstance(value, dict) and key in data else value
         for key, value in changes.items()
@@ -146,7 +148,7 @@ def merged(data: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def channels_of(recipe: FeatureRecipe, whole: FeatureRecipe, proxy: PreTrainedConfig) -> Tensor | None:
-    """Where the channels of a recipe are among those of another, `[C]`; None if they are not all there."""
+    """The positions of a recipe's channels among those of ``whole``, `[C]`; None if they are not all there."""
     found, start = [], 0
     for source, size in whole.sizes(proxy).items():
         places = torch.arange(start, start + size)
@@ -158,14 +160,14 @@ def channels_of(recipe: FeatureRecipe, whole: FeatureRecipe, proxy: PreTrainedCo
                 whole.hidden_layers.index(layer) for layer in recipe.hidden_layers if layer in whole.hidden_layers
             ]
             found.append(places.view(len(whole.hidden_layers), -1)[wanted].flatten())
-        else:  # layer by layer, and no layer depends on a later one
+        else:  # ordered by layer, and no layer depends on a later one
             found.append(places.view(whole.proxy_layers, -1)[: recipe.proxy_layers].flatten())
     channels = torch.cat(found) if found else torch.empty(0, dtype=torch.long)
     return channels if len(channels) == recipe.channels(proxy) else None
 
 
 class Narrowed(FeatureDataset):
-    """Some documents, and some channels of their features."""
+    """Some of a dataset's documents, with some channels of their features."""
 
     def __init__(self, whole: FeatureDataset, every: int, channels: Tensor) -> None:
         super().__init__(whole.places[::every], whole.geometry, memory=0)
@@ -177,12 +179,12 @@ class Narrowed(FeatureDataset):
 
 
 class Teacher:
-    """The documents of a run, as any recipe sees them.
+    """The documents of a run, with the features of any recipe.
 
     Args:
-        config: The run.
-        limit: Of the training documents only the first so many, in the order of the folders; None for all.
-        dtype: That the proxy computes in.
+        config: The configuration of the base run.
+        limit: How many of the training documents are used, in the order of the folders; None for all.
+        dtype: The dtype that the proxy computes in.
     """
 
     def __init__(self, config: TrainingConfig, limit: int | None, dtype: torch.dtype) -> None:
@@ -196,13 +198,13 @@ class Teacher:
         hidden = {layer for layers in curve(self.depth) for layer in spread(layers)} | set(
             config.features.hidden_layers
         )
-        #: From most to least special: the run's own features are cheap, and often there already.
+        #: The run's own recipe comes first: its features are cheap, and often exist already.
         self.recipes = (config.features, FeatureRecipe(SOURCES, self.depth, tuple(hidden)))
         self._read: dict[FeatureRecipe, tuple[FeatureDataset, FeatureDataset]] = {}
         self._statistics: dict[tuple[FeatureRecipe, int], Statistics] = {}
 
     def documents(self, recipe: FeatureRecipe, every: int) -> tuple[FeatureDataset, FeatureDataset, Statistics]:
-        """For training, held out, and what the former are like."""
+        """The training documents, the held-out documents, and the statistics of the training documents."""
         for whole in self.recipes:
             channels = channels_of(recipe, whole, self.proxy)
             if channels is not None:
@@ -218,7 +220,7 @@ class Teacher:
         return chosen, all_held_out, self._statistics[recipe, every]
 
     def _make(self, recipe: FeatureRecipe) -> tuple[FeatureDataset, FeatureDataset]:
-        """All documents with the features of a recipe; those that are missing are made."""
+        """All documents with the features of a recipe; missing features are made."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         layers = recipe.proxy_layers
         proxy = load_first_layers(self.proxy_folder, layers, revision=None, dtype=self.dtype, device=device)
@@ -232,7 +234,7 @@ class Teacher:
         return FeatureDataset(training, self.geometry), FeatureDataset(held_out, self.geometry)
 
     def identity(self) -> str:
-        """A digest of the documents and of all settings: rows of a table have the same."""
+        """A digest of the documents and of all settings, which all rows of a table share."""
         training, held_out = split(places_of(self.shards, {}))
         training = training[: self.limit]
         digests = {shard.path: shard.sha256 for shard in self.shards}
@@ -241,7 +243,10 @@ class Teacher:
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:12]
 
     def cost(self, recipe: FeatureRecipe) -> float:
-        """The proxy's multiply-adds with weights, of those of the target's layers; its own repeating counts too."""
+        """The proxy's multiply-adds with weights, as a share of those of the target's layers.
+
+        For ``reconstruction``, the pass in which the proxy repeats the context counts too.
+        """
         with torch.device("meta"):
             ours, theirs = (_weights_of_layers(AutoModel.from_config(c)) for c in (self.proxy, self.target))
         passes = 2 if "reconstruction" in recipe.sources else 1
@@ -256,7 +261,7 @@ def _weights_of_layers(decoder: Any) -> int:
 
 
 def measure_all(scores: Callable[[TrainingDocument], Tensor], documents: FeatureDataset) -> dict[str, float]:
-    """Mean metrics of something that scores a document, `[L, H, n]`."""
+    """The mean metrics of ``scores``, a function that scores a document, `[L, H, n]`."""
     all_documents = (documents[index] for index in range(len(documents)))
     return mean_metrics([measure(scores(document), document.scores) for document in all_documents])
 
@@ -264,7 +269,7 @@ def measure_all(scores: Callable[[TrainingDocument], Tensor], documents: Feature
 def fresh(
     kind: type[HybridAxialMapper], config: TrainingConfig, teacher: Teacher, known: Statistics
 ) -> HybridAxialMapper:
-    """What a row starts from."""
+    """The untrained mapper of a row."""
     settings = HybridAxialMapperConfig(
         target_geometry=teacher.geometry.to_dict(),
         proxy_geometry=ModelGeometry.from_config(teacher.proxy).to_dict(),
@@ -328,9 +333,9 @@ def run(row: Row, base: TrainingConfig, teacher: Teacher, seed: int) -> dict[str
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a row for each of the results' names, means over seeds, in the order in which groups came first.
+    """A Markdown table: means over seeds for each row's name, with groups in the order in which they first appear.
 
-    The difference to the base is taken seed by seed where the base has that seed.
+    The difference to the base is the mean over the seeds that the base has too.
     """
     names: dict[str, list[dict[str, Any]]] = {}
     for result in results:
@@ -371,16 +376,20 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines, one a row and seed")
-    parser.add_argument("--table", action="store_true", help="print the table of --out, and nothing else")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="the base: a TOML file of `proxykv train`")
-    parser.add_argument("--teacher", nargs="+", metavar="FOLDER", help="in place of the file's, held-out ones too")
-    parser.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows or groups; default all")
+    parser.add_argument("--out", type=Path, required=True, help="a file of JSON lines, one for each row and seed")
+    parser.add_argument("--table", action="store_true", help="only print the table of --out")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="the base run: a TOML file of `proxykv train`")
+    parser.add_argument(
+        "--teacher", nargs="+", metavar="FOLDER", help="folders of shards, held-out ones too, in place of the file's"
+    )
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows or groups (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--epochs", type=int, help="in place of the file's")
-    parser.add_argument("--batch", type=int, help="the same: fewer documents want smaller steps")
-    parser.add_argument("--documents", type=int, help="of the training documents the first so many; default all")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that the proxy computes features in")
+    parser.add_argument("--epochs", type=int, help="epochs, in place of the file's")
+    parser.add_argument(
+        "--batch", type=int, help="documents per step, in place of the file's; fewer documents need a smaller batch"
+    )
+    parser.add_argument("--documents", type=int, help="how many of the training documents are used (default: all)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype that the proxy computes features in")
     arguments = parser.parse_args()
     results = read_results(arguments.out)
     if arguments.table:
@@ -399,7 +408,7 @@ def main() -> None:
     for seed in arguments.seeds:
         for row in rows:
             wanted = not arguments.rows or row.name in arguments.rows or row.group in arguments.rows
-            again = isinstance(row.kind, str) and seed != arguments.seeds[0]  # nothing in them is drawn
+            again = isinstance(row.kind, str) and seed != arguments.seeds[0]  # these rows do not depend on the seed
             if not wanted or again or (row.name, seed) in done:
                 continue
             print(f"{row.group}: {row.name}, seed {seed}", flush=True)

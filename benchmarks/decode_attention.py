@@ -4,11 +4,11 @@
     python benchmarks/decode_attention.py allocation --target qwen2.5-coder-1.5b --tokens 1024
     python benchmarks/decode_attention.py bytes --tokens 4096
 
-``ragged`` times `ragged_attention` against scaled_dot_product_attention over the same heads padded to the
-longest and masked. ``allocation`` times decoding from a cache of equal bytes whose heads keep unequal numbers
-(``global``) and equal ones (``uniform``). ``bytes`` compares what a whole cache holds with its budget. All
-turns are interleaved, all figures medians. Without ``--target`` the model is tiny and random. Prints a JSON
-line per setting and a table.
+``ragged`` times `ragged_attention` against scaled_dot_product_attention over the same heads, padded to the longest head
+and masked. ``allocation`` times decoding from two caches of equal bytes: the heads of one keep unequal numbers of KV
+pairs (``global``), those of the other equal numbers (``uniform``). ``bytes`` compares the bytes of a whole pruned cache
+with its budget. Runs are interleaved, and all results are medians. Without ``--target`` the model is tiny and random.
+Each command prints a JSON line per setting, and a table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from proxykv_hf.cache.storage import DenseStorage, RaggedStorage, storage_bytes
 
 
 def head_lengths(spread: str, heads: int, longest: int) -> list[int]:
-    """Tokens of each head, from 1 to ``longest``."""
+    """The number of tokens of each head, from 1 to ``longest``."""
     if spread == "linear":
         return [round(length) for length in torch.linspace(1, longest, heads).tolist()]
     return [round(longest ** (head / max(1, heads - 1))) for head in range(heads)]
@@ -49,10 +49,10 @@ def head_lengths(spread: str, heads: int, longest: int) -> list[int]:
 def ragged_pair(
     lengths: Sequence[int], group: int, head_dim: int, queries: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, RaggedStorage, DenseStorage, Tensor]:
-    """Random heads of unequal lengths, then ``queries`` columns that all have, held in both ways.
+    """Random heads of unequal lengths, followed by ``queries`` tokens that all heads have, in both kinds of storage.
 
-    Returns: query `[1, H * G, q, D]`; the ragged storage; the same padded to the longest head, `[1, H, N + q, D]`;
-        its mask `[1, H, q, N + q]`, true where seen.
+    Returns: query `[1, H * G, q, D]`; the ragged storage; the same KV pairs padded to the longest head,
+        `[1, H, N + q, D]`; the attention mask of the padded heads, `[1, H, q, N + q]`, true where a query attends.
     """
     heads, longest = len(lengths), max(lengths)
     generator = torch.Generator(device).manual_seed(0)
@@ -74,7 +74,7 @@ def ragged_pair(
 
 
 def padded_attention(query: Tensor, padded: DenseStorage, mask: Tensor) -> Tensor:
-    """`[1, q, H * G, D]` over padded heads, a head's query group as rows of one product; see `ragged_pair`."""
+    """Attention over padded heads, `[1, q, H * G, D]`, with one product for each head's query group."""
     heads, queries = mask.shape[1], query.shape[2]
     rows = query.unflatten(1, (heads, -1)).flatten(2, 3)  # [1, H, G * q, D]
     seen = mask.repeat(1, 1, rows.shape[2] // queries, 1)  # [1, H, G * q, N + q]
@@ -83,7 +83,7 @@ def padded_attention(query: Tensor, padded: DenseStorage, mask: Tensor) -> Tenso
 
 
 def median_seconds(works: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
-    """Of each piece of work, taking turns; the first turn is not counted."""
+    """The median seconds of each of ``works``, which run in turns; the first turn is not counted."""
     seconds: list[list[float]] = [[] for _ in works]
     for _ in range(repeats + 1):
         for work, taken in zip(works, seconds, strict=True):
@@ -97,7 +97,7 @@ def median_seconds(works: Sequence[Callable[[], Any]], repeats: int, device: tor
 
 @torch.no_grad()
 def run_ragged(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time and bytes of ragged heads against the same ones padded."""
+    """Measure the time and bytes of ragged heads against the same heads padded."""
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     rows = []
     for spread in ("linear", "geometric"):
@@ -126,18 +126,18 @@ def run_ragged(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def open_target(name: str | None) -> PreTrainedModel:
-    """A model by a name of ``examples/models.py``; None for a tiny random one."""
+    """Load a model by a name of ``examples/models.py``; None gives a tiny random one."""
     return random_target("tiny", torch.device("cpu"), torch.float32) if name is None else load(name)[0]
 
 
 def random_ids(target: PreTrainedModel, tokens: int) -> Tensor:
-    """`[1, tokens]`."""
+    """Random token ids, `[1, tokens]`."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, target.config.vocab_size, (1, tokens), generator=generator).to(target.device)
 
 
 def random_scores(target: PreTrainedModel, tokens: int) -> Tensor:
-    """`[1, L, H, tokens]`; heads differ so much that ``global`` keeps from few to most of a head."""
+    """Random scores, `[1, L, H, tokens]`: ``global`` keeps few KV pairs of some heads, and most of others."""
     shape = (1, target.config.num_hidden_layers, target.config.num_key_value_heads)
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(*shape, tokens, generator=generator) + torch.rand(*shape, 1, generator=generator)
@@ -145,12 +145,12 @@ def random_scores(target: PreTrainedModel, tokens: int) -> Tensor:
 
 
 def policy(ratio: float, allocation: Literal["global", "uniform"]) -> RetentionPolicy:
-    """Nothing protected, as all figures are taken."""
+    """A policy without protected tokens, as in all measurements."""
     return RetentionPolicy(ratio, allocation=allocation, sink_tokens=0, recent_tokens=0)
 
 
 def run_allocation(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Decoding at equal bytes, heads unequal and equal."""
+    """Measure decoding at equal bytes, with unequal and with equal heads."""
     target = open_target(arguments.target)
     ids = random_ids(target, arguments.tokens + 1)
     scores = random_scores(target, arguments.tokens)
@@ -179,7 +179,7 @@ def run_allocation(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run_bytes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Bytes that a whole cache holds, in percent of its budget."""
+    """Measure the bytes of a whole pruned cache, in percent of its budget."""
     target = open_target(arguments.target)
     ids, scores = random_ids(target, arguments.tokens), random_scores(target, arguments.tokens)
     rows = []
@@ -199,7 +199,7 @@ def run_bytes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([str(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -209,7 +209,7 @@ def main(given: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     ragged, allocation, held = (commands.add_parser(name) for name in ("ragged", "allocation", "bytes"))
     ragged.add_argument("--heads", type=int, default=8)
-    ragged.add_argument("--group", type=int, default=4, help="query heads of a KV head")
+    ragged.add_argument("--group", type=int, default=4, help="query heads per KV head")
     ragged.add_argument("--head-dim", type=int, default=128)
     ragged.add_argument("--queries", type=int, nargs="+", default=[1, 16])
     ragged.add_argument("--device", default="cpu")

@@ -1,13 +1,14 @@
-"""Is it right and is it fast on this GPU? One command, sized for five minutes, nothing to download.
+"""Check that the package is correct and fast on this GPU, in one command of about five minutes, without a download.
 
     python benchmarks/gpu_check.py --out gpu_check.json
 
-Random weights at real geometries, in bfloat16: a target like Qwen2.5-7B, as proxy the first 14 layers of one like
-Qwen2.5-1.5B. First what must be right: attention over ragged heads against a float32 reference, and scores
-from the lane, under artificial delays, against scores computed without one. Then what it costs at 16k and 64k
-tokens: prefill until pruned for every schedule (kvzip at 16k only), decoding, peak memory, and the share of the
-proxy's time that the target hides. Status 1 if something is wrong, 2 without a GPU. ``--tiny`` runs the same on
-tiny models, on a CPU too, where what needs CUDA events is left out.
+The models have random weights, in bfloat16, and real geometries: the target is like Qwen2.5-7B, and the proxy is like
+the first 14 layers of Qwen2.5-1.5B. First the script checks correctness: attention over ragged heads against a float32
+reference, and scores from the lane, under artificial delays, against scores computed without a lane. Then it measures
+costs at 16k and 64k tokens: the time until the cache is pruned with every schedule (and with kvzip at 16k), decoding,
+peak memory, and the share of the proxy's time that is hidden behind the target's. The exit status is 1 if a check
+fails, and 2 without a GPU. ``--tiny`` runs the same on tiny models, also on a CPU, where what needs CUDA events is left
+out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-# Before torch starts cuBLAS: products are bitwise the same on every stream.
+# Set before torch starts cuBLAS: products are then bitwise equal on every stream.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
@@ -42,7 +43,7 @@ from proxykv_hf.scorers.base import Scorer
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 SCHEDULES = ("overlap", "proxy_first", "sequential")
-#: Of bfloat16 against float32, both absolute and relative: a difference may be this times one plus the value.
+#: The absolute and relative tolerance of bfloat16 against float32: a difference may be this times (1 + the value).
 TOLERANCE = 2e-2
 
 
@@ -51,13 +52,13 @@ class Setting:
     """One size of the check.
 
     Args:
-        target, proxy: Names of `random_models.GEOMETRIES`.
-        recipe: What the mapper reads.
-        lengths: Prompts' tokens; kvzip runs at the first only.
-        order_tokens: Prompt of the check of the lane's order.
-        longest_head: Tokens of the longest head in the check of the attention.
+        target, proxy: Keys of `random_models.GEOMETRIES`.
+        recipe: The features that the mapper reads.
+        lengths: Prompt lengths in tokens; kvzip runs only at the first.
+        order_tokens: Prompt length in `check_order`, in tokens.
+        longest_head: Length of the longest head in `check_attention`, in tokens.
         new_tokens: Tokens decoded.
-        delay_cycles: How long a stream is held up, in the GPU's cycles.
+        delay_cycles: How long a stream is delayed, in GPU cycles.
     """
 
     target: str
@@ -93,7 +94,7 @@ TINY = Setting(
 
 
 class TimedScorer(ProxyScorer):
-    """A proxy's scorer that can hold up its lane, and that on CUDA notes when the lane's work begins and ends."""
+    """A `ProxyScorer` that can delay its lane and, on CUDA, records when the lane's work begins and ends."""
 
     before: Callable[[], None] | None = None
     began: torch.cuda.Event
@@ -111,14 +112,14 @@ class TimedScorer(ProxyScorer):
 
 
 def event() -> torch.cuda.Event:
-    """The moment that the current stream gets here."""
+    """Record an event on the current stream."""
     mark = torch.cuda.Event(enable_timing=True)
     mark.record()
     return mark
 
 
 def check_attention(setting: Setting, device: torch.device) -> dict[str, Any]:
-    """Ragged heads in bfloat16 against the same numbers padded, in float32."""
+    """Compare attention over ragged heads in bfloat16 with the same heads, padded, in float32."""
     worst = 0.0
     for spread in ("linear", "geometric"):
         for queries in (1, 16):
@@ -131,9 +132,9 @@ def check_attention(setting: Setting, device: torch.device) -> dict[str, Any]:
 
 
 def check_order(target: PreTrainedModel, scorer: TimedScorer, setting: Setting, repetitions: int) -> dict[str, Any]:
-    """Scores from the lane, now the lane and now the target held up, against scores computed without a lane.
+    """Compare scores from the lane with scores computed without a lane, while the lane or the target is delayed.
 
-    Every repetition has a prompt of its own: what a wrong order would read is not what is right.
+    Every repetition has another prompt, so work in a wrong order reads wrong data.
     """
     device, worst = target.device, 0.0
 
@@ -153,7 +154,7 @@ def check_order(target: PreTrainedModel, scorer: TimedScorer, setting: Setting, 
         with ProxyPrunedCache(target, scorer, POLICY, strict=True, **options) as cache:
             if scorer.before is None:
                 delay()
-                ids = ids.clone()  # there only once the target's stream gets to it
+                ids = ids.clone()  # the copy is complete only when the target's stream reaches it
             scores = cache.prefill(ids)["proxykv"]
             worst = max(worst, float((scores - expected).abs().max() / expected.std()))
     scorer.before = None
@@ -166,10 +167,10 @@ def check_order(target: PreTrainedModel, scorer: TimedScorer, setting: Setting, 
 
 
 def measure_hidden(target: PreTrainedModel, scorer: TimedScorer, ids: Tensor, repeats: int) -> dict[str, Any]:
-    """The share of the proxy's time that the target hides, by CUDA events; medians of milliseconds.
+    """Measure the share of the proxy's time that is hidden behind the target's: medians in ms, from CUDA events.
 
-    ``(target alone + proxy alone - until both are done) / proxy alone``: 1 if the proxy costs nothing, 0 if it
-    costs as much as on its own.
+    ``(target alone + proxy alone - both together) / proxy alone``: 1 if the proxy adds no time, 0 if it adds as much as
+    it takes alone.
     """
     taken: dict[str, list[float]] = {"target": [], "proxy": [], "both": []}
     marks: dict[str, torch.cuda.Event] = {}
@@ -201,13 +202,13 @@ def measure_hidden(target: PreTrainedModel, scorer: TimedScorer, ids: Tensor, re
 
 
 def random_ids(scorer: ProxyScorer, tokens: int, seed: int = 0) -> Tensor:
-    """`[1, tokens]` of what the proxy, whose vocabulary is the smaller one, can read."""
+    """Random token ids, `[1, tokens]`, from the vocabulary of the proxy, which is the smaller one."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, scorer.proxy.config.vocab_size, (1, tokens), generator=generator)
 
 
 def check(setting: Setting, device: torch.device, repeats: int, out: Path | None) -> bool:
-    """Run everything, print it as it comes; whether all is right."""
+    """Run everything and print each result at once; return whether all checks pass."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     header = environment(device) | {
         "target": setting.target,
@@ -250,7 +251,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny models, on whatever device there is")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON with all rows")
+    parser.add_argument("--out", type=Path, help="a JSON file for all rows")
     arguments = parser.parse_args(given)
     if not torch.cuda.is_available() and not arguments.tiny:
         print("gpu_check: torch finds no CUDA GPU here; --tiny runs the same code on tiny models", file=sys.stderr)

@@ -1,17 +1,18 @@
-"""What the mapper costs as the text grows, and whether the seams of its windows show.
+"""Measure what the mapper costs as the text grows, and whether its scores show the seams of its windows.
 
     python benchmarks/mapper_scaling.py lengths --out benchmarks/results/mapper_scaling.json
     python benchmarks/mapper_scaling.py seams --text FILE --tokens 6000 --out benchmarks/results/mapper_seams.json
 
-``lengths``: seconds and peak memory of a shipped mapper alone, on random features, on a CPU. Every measurement is a
-process of its own, lengths take turns, and the exponent e of ``cost ~ tokens^e`` is a straight line through the
-logarithms. The seconds are the process's own (CPU) as well as the clock's: on a machine with other work only the
-former tell. Memory is what is held at most beyond the loaded mapper, features (float32) included.
+``lengths``: seconds and peak memory of a shipped mapper alone, on random features, on a CPU. Each measurement runs in a
+process of its own, and the lengths are measured in turns. The exponent e of ``cost ~ tokens^e`` is the slope of a
+straight line through the logarithms. The seconds are CPU time and wall-clock time; on a machine with other work only
+the CPU time is reliable. The memory is the peak beyond the loaded mapper, and includes the features (float32).
 
-``seams``: the proxy's first layers read a real text, and the mapper's scores are compared with those of the same
-mapper in one window (all attend to all), and with its windows moved half-way: the share of the Top-K within heads
-that both keep, and the difference of log scores, by a token's distance to the nearest seam. What a seam does shows at
-its distance; that a window's tokens do not attend to those far away, which is what windows are for, shows everywhere.
+``seams``: the proxy's first layers read a real text. The mapper's scores are compared with those of the same mapper in
+one window, in which all tokens attend to all, and with those of windows that are moved half-way. The comparison is the
+share of the Top-K within heads that both keep, and the difference of log scores, by a token's distance to the nearest
+seam. An effect of the seams depends on that distance. The effect of the windows themselves, that tokens do not attend
+to tokens far away, appears at all distances.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from proxykv_hf.proxy.loading import load_first_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 RATIOS = (0.1, 0.2, 0.3, 0.5)
-#: The largest exponent that counts as linear, and the most memory that the longest text may take.
+#: The largest exponent that counts as linear, and the most bytes that the longest text may take.
 LINEAR, MOST_BYTES = 1.1, 6e9
-#: Distances to the nearest seam, in tokens: up to these.
+#: Distances to the nearest seam in tokens: the upper bounds of bins.
 DISTANCES = (16, 32, 64, 96, 128, 256)
 
 
@@ -54,10 +55,10 @@ DISTANCES = (16, 32, 64, 96, 128, 256)
 
 @torch.no_grad()
 def measure_one(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
-    """Of this process: one pass of the mapper over so many tokens."""
+    """Measure one pass of the mapper over ``tokens`` tokens in this process."""
     torch.set_num_threads(threads)
     mapper = HybridAxialMapper.from_pretrained(folder).eval()
-    mapper(torch.randn(1, mapper.config.channels, 1024))  # what only a first call does
+    mapper(torch.randn(1, mapper.config.channels, 1024))  # a first call does more work than later ones
     peak = PeakMemory(torch.device("cpu"))
     features = torch.randn(1, mapper.config.channels, tokens, generator=torch.Generator().manual_seed(0))
     clock, own = time.perf_counter(), time.process_time()
@@ -67,7 +68,7 @@ def measure_one(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
 
 
 def exponent(lengths: Sequence[int], costs: Sequence[float]) -> float:
-    """The e of ``cost ~ tokens^e``: the slope of a straight line through the logarithms, least squares."""
+    """The e of ``cost ~ tokens^e``: the slope of a least-squares line through the logarithms."""
     return statistics.linear_regression([math.log(n) for n in lengths], [math.log(cost) for cost in costs]).slope
 
 
@@ -81,7 +82,7 @@ def summary(rows: Sequence[dict[str, Any]], fitted: Sequence[int]) -> dict[str, 
 
 
 def lengths_table(found: dict[str, Any]) -> str:
-    """Markdown."""
+    """The summary as a Markdown table."""
     lines = ["| tokens | CPU s | clock s | peak GB | of it features and scores |", "|---|---|---|---|---|"]
     for tokens, row in found["lengths"].items():
         peak = f"{row['peak_bytes'] / 1e9:.2f}" if "peak_bytes" in row else "not told here"
@@ -109,7 +110,7 @@ def run_lengths(arguments: argparse.Namespace) -> None:
     arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     print(lengths_table(found))
     longest = found["lengths"][arguments.longest].get("peak_bytes", 0)
-    grown = {key: e for key, e in found["exponents"].items() if key != "seconds"}  # other work is in the clock's
+    grown = {key: e for key, e in found["exponents"].items() if key != "seconds"}  # wall-clock time includes other work
     failed = [f"{key} grows as tokens^{e:.3f}" for key, e in grown.items() if e > LINEAR]
     failed += [f"{longest / 1e9:.2f} GB at {arguments.longest:,} tokens"] if longest > MOST_BYTES else []
     if failed:
@@ -121,32 +122,32 @@ def run_lengths(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def windows(spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Have mappers read these windows."""
+    """Make mappers use these windows inside this context."""
     with mock.patch.object(mapper_module, "_windows", return_value=list(spans)):
         yield
 
 
 def moved(spans: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:
-    """Windows whose seams lie half-way between those of ``spans``, but at the text's ends, where both must end."""
+    """Windows with seams half-way between those of ``spans``, except that the first and last fit the text's ends."""
     size, step = spans[0][1], spans[1][0]
     starts = [0, *range(step // 2, tokens - size, step), tokens - size]
     return [(start, start + size) for start in starts]
 
 
 def seam_distances(spans: Sequence[tuple[int, int]], tokens: int) -> Tensor:
-    """From each token to the middle of the nearest overlap, `[N]`."""
+    """The distance of each token to the middle of the nearest overlap, `[N]`."""
     middles = torch.tensor([(later[0] + earlier[1]) / 2 for earlier, later in itertools.pairwise(spans)])
     return (torch.arange(tokens)[:, None] + 0.5 - middles).abs().amin(1)
 
 
 def kept(scores: Tensor, ratio: float) -> Tensor:
-    """Top-K within heads, `[L, H, N]`, bool."""
+    """Whether each KV pair is in the Top-K of its head, `[L, H, N]`, bool."""
     best = scores.topk(max(1, round(ratio * scores.shape[-1]))).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
 
 
 def by_distance(ours: Tensor, theirs: Tensor, distances: Tensor) -> dict[str, list[float]]:
-    """Of two scores of a text, `[L, H, N]`, for each of ``DISTANCES``: what both keep, and how far they are apart."""
+    """Compare two scores, `[L, H, N]`, for each of ``DISTANCES``: their difference, and the share that both keep."""
     within = [
         (distances < stop) & (distances >= start) for start, stop in zip((0, *DISTANCES), DISTANCES, strict=False)
     ]
@@ -161,7 +162,7 @@ def by_distance(ours: Tensor, theirs: Tensor, distances: Tensor) -> dict[str, li
 
 @torch.no_grad()
 def compare_windows(mapper: HybridAxialMapper, features: Tensor) -> dict[str, dict[str, list[float]]]:
-    """Windowed scores of `[1, C, N]` against those of one window, and of moved windows."""
+    """Compare the windowed scores of features `[1, C, N]` with those of one window and of moved windows."""
     tokens = features.shape[2]
     spans = mapper_module._windows(tokens, mapper.config.window, mapper.config.overlap)
     distances = seam_distances(spans, tokens)
@@ -174,7 +175,7 @@ def compare_windows(mapper: HybridAxialMapper, features: Tensor) -> dict[str, di
 
 
 def seams_table(found: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown."""
+    """The comparison as a Markdown table."""
     lines = [f"| to the nearest seam, tokens | {' | '.join(f'< {stop}' for stop in DISTANCES)} |"]
     lines.append(f"|---{'|---' * len(DISTANCES)}|")
     for name, rows in found.items():
@@ -205,7 +206,7 @@ def run_seams(arguments: argparse.Namespace) -> None:
 
 
 def plot(found: dict[str, dict[str, list[float]]], path: Path, title: str) -> None:
-    """Kept by both, against the distance."""
+    """Draw the share that both keep, against the distance to the nearest seam."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
@@ -232,12 +233,12 @@ def main() -> None:
         command.add_argument("--mapper", type=Path, default=ROOT / "mappers" / "qwen2.5-coder")
         command.add_argument("--threads", type=int, default=1)
     lengths.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
-    lengths.add_argument("--longest", type=int, default=170_000, help="measured once, for its memory")
+    lengths.add_argument("--longest", type=int, default=170_000, help="a length that is measured once, for its memory")
     lengths.add_argument("--repeats", type=int, default=3)
     seams.add_argument("--text", type=Path, required=True)
     seams.add_argument("--tokens", type=int, default=6000)
     seams.add_argument("--proxy", default="qwen2.5-coder-0.5b", help="a folder, or a name of examples/models.py")
-    seams.add_argument("--plot", type=Path, help="a picture, too (matplotlib)")
+    seams.add_argument("--plot", type=Path, help="also draw a plot (needs matplotlib)")
     for command in (lengths, seams):
         command.add_argument("--out", type=Path, required=True)
     one.add_argument("--tokens", type=int, required=True)

@@ -1,12 +1,12 @@
-"""Is the oracle right, and does it work? Run on a real model; prints JSON lines.
+"""Check on a real model that the oracle, `KVzipScorer`, is correct and works. Prints JSON lines.
 
     python benchmarks/oracle_check.py twin --target qwen2.5-coder-1.5b
     python benchmarks/oracle_check.py teacher --target qwen2.5-coder-1.5b --scores FOLDER --documents 10
     python benchmarks/oracle_check.py questions --target qwen2.5-coder-1.5b --documents 10
 
-``twin`` compares `KVzipScorer` with whole attention matrices of an eager forward. ``teacher``
-compares it with scores computed independently (safetensors files with ``input_ids`` and ``scores``).
-``questions`` asks a full and a pruned cache for facts hidden in documents it was not told to look for.
+``twin`` compares `KVzipScorer` with whole attention matrices of an eager forward. ``teacher`` compares it with scores
+computed independently (safetensors files with ``input_ids`` and ``scores``). ``questions`` asks a full cache and pruned
+ones for facts that are hidden in documents; the caches are pruned without the questions.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ RATIOS = (0.1, 0.2, 0.3, 0.5)
 
 
 def whole(ratio: float = 0.3) -> RetentionPolicy:
-    """A policy without protected tokens, as all figures are taken."""
+    """A policy without protected tokens, as in all measurements."""
     return RetentionPolicy(ratio, sink_tokens=0, recent_tokens=0)
 
 
 def oracle_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, context: tuple[int, int]
 ) -> Tensor:
-    """`[L, H, N]` of the context from `KVzipScorer`."""
+    """The scores of the context from `KVzipScorer`, `[L, H, N]`."""
     with ProxyPrunedCache(model, KVzipScorer(tokenizer), whole()) as cache:
         scores = cache.prefill(ids[None], context=context, prune=False)["kvzip"]
     return scores[0, :, :, slice(*context)].cpu()
@@ -56,7 +56,7 @@ def oracle_scores(
 def twin_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, context: tuple[int, int]
 ) -> Tensor:
-    """The same from whole attention matrices: slow, plain, for one chunk."""
+    """The scores of the context from whole attention matrices, `[L, H, N]`: slow and simple, for one chunk only."""
     ((start, stop, repeat),) = repeat_inputs(tokenizer, ids[slice(*context)])
     backend = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -88,7 +88,7 @@ def agreement(ours: Tensor, theirs: Tensor, ratio: float, within_heads: bool) ->
 
 
 def compare(ours: Tensor, theirs: Tensor) -> dict[str, Any]:
-    """Largest difference, and agreement at each ratio."""
+    """The largest difference of two scores, and their agreement at each ratio."""
     return {
         "largest_difference": float((ours.float() - theirs.float()).abs().max()),
         "global": {ratio: round(agreement(ours, theirs, ratio, False), 4) for ratio in RATIOS},
@@ -115,7 +115,7 @@ def run_teacher(arguments: argparse.Namespace) -> None:
         with safe_open(path, framework="pt") as file:
             ids, theirs = file.get_tensor("input_ids").long(), file.get_tensor("scores")
         context = (len(ids) - theirs.shape[-1], len(ids))
-        # Rounded as theirs are, so that what float16 makes equal is equal on both sides.
+        # Round our scores as theirs are rounded, so that both have the same ties.
         result = compare(oracle_scores(model, tokenizer, ids, context).to(theirs.dtype), theirs)
         lowest = min(lowest, *result["global"].values(), *result["within_heads"].values())
         print(json.dumps({"check": "teacher", "document": path.name, "tokens": len(ids), **result}), flush=True)
@@ -124,7 +124,7 @@ def run_teacher(arguments: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Any, ids: list[int], question: str) -> str:
-    """A greedy answer; ``cache`` holds ``ids`` and is used up."""
+    """Answer a question greedily. ``cache`` holds ``ids``, and cannot be used again."""
     turn = encode(tokenizer, f"\n\n{question}{chat_affixes(tokenizer)[1]}")
     inputs = torch.tensor([ids + turn], device=model.device)
     out = model.generate(  # type: ignore[operator]

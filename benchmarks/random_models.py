@@ -1,4 +1,4 @@
-"""Models of real geometries with random weights, for what depends on shapes alone; no download, built in place."""
+"""Models with real geometries and random weights, built without a download, for what depends only on shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTr
 
 from proxykv_hf import FeatureRecipe, HybridAxialMapper, HybridAxialMapperConfig, ModelGeometry
 
-#: Geometries as their config.json has them. The tiny pair runs the same code in a second.
+#: Geometries as in the models' config.json. The tiny pair runs the same code in a second.
 GEOMETRIES: dict[str, dict[str, int]] = {
     "qwen2.5-7b": {
         "num_hidden_layers": 28,
@@ -55,14 +55,14 @@ def geometry_config(name: str, **changes: int) -> Qwen2Config:
 
 
 def random_target(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model; its weights are never anywhere but on ``device``."""
+    """A causal language model, whose weights are created on ``device``."""
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(geometry_config(name), dtype=dtype)
     return model.eval()
 
 
 def random_proxy(name: str, layers: int, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The first ``layers`` layers of a decoder, without language-model head."""
+    """The first ``layers`` layers of a decoder, without a language-model head."""
     with torch.device(device):
         model: PreTrainedModel = AutoModel.from_config(geometry_config(name, num_hidden_layers=layers), dtype=dtype)
     return model.eval()
@@ -71,7 +71,7 @@ def random_proxy(name: str, layers: int, device: torch.device, dtype: torch.dtyp
 def random_mapper(
     target: PreTrainedModel, proxy: PreTrainedModel, proxy_name: str, recipe: FeatureRecipe
 ) -> HybridAxialMapper:
-    """A mapper for a pair, its output weights large enough that the text decides what is kept."""
+    """A random mapper for a pair. Its output weights are large enough that the text decides what is kept."""
     config = HybridAxialMapperConfig(
         target_geometry=ModelGeometry.from_config(target.config).to_dict(),
         proxy_geometry=ModelGeometry.from_config(geometry_config(proxy_name)).to_dict(),
@@ -87,7 +87,7 @@ def random_mapper(
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte: what kvzip's request to repeat is written in where no real tokenizer is at hand."""
+    """A tokenizer with one token per byte, for kvzip's repetition prompt if there is no real tokenizer."""
     vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

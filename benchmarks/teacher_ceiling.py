@@ -1,14 +1,15 @@
-"""How far the teacher agrees with itself when it is asked otherwise: what a mapper can reach at most, about.
+"""Measure how well the teacher agrees with itself if its prompt is reworded: about the most a mapper can reach.
 
     python benchmarks/teacher_ceiling.py --target qwen2.5-coder-1.5b --teacher FOLDER --documents 6 --dtype bfloat16 \
         --out ceiling.jsonl
 
-KVzip's scores come of the target repeating its context on request. Each document of a folder of shards is prefilled
-once and scored twice, by the recipe and by the same with the request in other words (``OTHER_PROMPTS``). Scores are
-compared as a mapper's are with the teacher's, by the share of the Top-K that they have in common, within heads and
-over all heads: ``wording`` compares the two; ``stored`` the first with the scores in the shards, which are the same
-but for the dtype in which the teacher was run. A document is a line of ``--out`` as soon as it is done; a run that is
-started again goes on after them. Then the means over documents, as JSON.
+For KVzip's scores, the target is prompted to repeat its context. Each document of a folder of shards is prefilled once
+and scored twice: with the prompts of the recipe, and with the same request in other words (``OTHER_PROMPTS``). Scores
+are compared as a mapper's are compared with the teacher's: by the share of the Top-K that they have in common, within
+heads and over all heads. ``wording`` compares the two scores with each other. ``stored`` compares the first with the
+scores in the shards, which differ only by the dtype in which the teacher ran. Each document becomes a line of ``--out``
+as soon as it is done, and a run that is started again continues after the last one. At the end the means over documents
+are printed as JSON.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ OTHER_PROMPTS = (
     "\n\nWrite out the text above once more, word for word.",
     "\n\nWrite out this section of the text above once more, word for word, beginning with",
 )
-#: Comparisons: two wordings, the same otherwise; and with the shards' scores, the same but for the dtype.
+#: The comparisons: two wordings of the prompts; and the stored scores, which differ only by the dtype.
 WORDING, STORED = "wording", "stored"
 
 
 def log_scores(scores: Tensor) -> Tensor:
-    """As training reads them from shards: rounded to float16, natural logarithms."""
+    """Log scores as training reads them from shards: rounded to float16, then natural logarithms."""
     return scores.half().float().clamp(min=SCORE_FLOOR).log()
 
 
 def compare(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: ScoredDocument
 ) -> dict[str, dict[str, float]]:
-    """Agreement of one document's scores with themselves, for each comparison."""
+    """The agreement metrics of one document, for each comparison."""
     ids, start = document.input_ids.long(), document.prefix_tokens
     scorers = {"recipe": KVzipScorer(tokenizer), "otherwise": KVzipScorer(tokenizer, prompts=OTHER_PROMPTS)}
     with ProxyPrunedCache(model, None, RetentionPolicy(1.0), strict=True) as cache:
@@ -68,7 +69,7 @@ def compare(
 
 
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over documents, each counting the same."""
+    """The means over documents, with equal weights."""
     found = {name: mean_metrics([row[name] for row in rows]) for name in (WORDING, STORED)}
     rounded = {name: {key: round(value, 4) for key, value in metrics.items()} for name, metrics in found.items()}
     return {"documents": len(rows), "tokens": sum(row["tokens"] for row in rows)} | rounded
@@ -78,8 +79,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="qwen2.5-coder-1.5b")
     parser.add_argument("--teacher", type=Path, required=True, help="a folder that `proxykv teacher` wrote")
-    parser.add_argument("--documents", type=int, default=10, help="the first so many of it")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that both are scored in")
+    parser.add_argument(
+        "--documents", type=int, default=10, help="how many of its documents, from the first on (default: 10)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the target (default: float32)")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.is_file() else []

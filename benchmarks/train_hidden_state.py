@@ -1,10 +1,10 @@
-"""Train the linear heads of `HiddenStateScorer` on a teacher's scores, and say how well they agree with KVzip.
+"""Train the linear heads of `HiddenStateScorer` on a teacher's scores, and measure how well they agree with KVzip.
 
     python benchmarks/train_hidden_state.py --target qwen2.5-coder-1.5b --dtype bfloat16 \
         --teacher FOLDER --teacher FOLDER --out mappers/qwen2.5-coder-hidden_state
 
-The folders hold shards that `proxykv teacher` wrote for the target. Documents whose shards say that they are held out
-are only measured on.
+The folders hold shards that `proxykv teacher` wrote for the target. Documents that the shards mark as held out are not
+trained on, only measured on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from proxykv_hf.training.shards import ScoredDocument, Shard, read_entries, read
 
 
 def shards_of(folders: list[Path], model: PreTrainedModel) -> list[Shard]:
-    """Those of all folders, checked to be the target's, and to hold documents of both sides."""
+    """The shards of all folders, after a check that they are the target's and hold documents of both splits."""
     shards = taught_shards(folders, ModelGeometry.from_config(model.config), weights_fingerprint(model))
     sides = {entry["split"] for shard in shards for entry in read_entries(shard.path, shard.identity).values()}
     if missing := {"train", "held_out"} - sides:
@@ -44,7 +44,7 @@ def shards_of(folders: list[Path], model: PreTrainedModel) -> list[Shard]:
 
 
 def documents(shards: list[Shard], split: str) -> Iterator[ScoredDocument]:
-    """Those of one side."""
+    """The documents of one split."""
     found = (document for shard in shards for document in read_shard(shard.path, shard.identity))
     yield from tqdm((document for document in found if document.split == split), desc=split)
 
