@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny import random_ids, random_scores, tiny_model, tiny_tokenizer
 from tiny_mappers import make_mapper
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, pipeline
 
 from proxykv_hf import (
     FixedScorer,
@@ -206,8 +206,37 @@ def test_a_model_is_sent_to_a_process_that_begins_afresh(tmp_path):
     torch.save(with_proxykv(tiny_model()), tmp_path / "model.pt")
     code = f"import torch; print(type(torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)).__mro__[:3])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "ProxyKVLlamaForCausalLM" in done.stdout
     assert "ProxyKVGenerationMixin" in done.stdout
+
+
+def test_the_class_keeps_its_name_and_a_pipeline_knows_it(monkeypatch):
+    from transformers.pipelines import base
+
+    model, told = tiny_model(), []
+    plain = type(model)
+    monkeypatch.setattr(base.logger, "error", told.append)
+    pipe = pipeline("text-generation", model=with_proxykv(model), tokenizer=tiny_tokenizer())
+    assert told == []
+    for name in ("__name__", "__qualname__", "__module__"):
+        assert getattr(type(model), name) == getattr(plain, name)
+    assert type(model) is not plain
+    config = ProxyKVConfig(scorer=RandomScorer(), policy=POLICY)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    answer = pipe("abcdefgh" * 4, proxykv=config, return_full_text=False, **options)
+    ids = tiny_tokenizer()("abcdefgh" * 4, return_tensors="pt").input_ids
+    expected = model.generate(ids, proxykv=config, **options)[0, ids.shape[1] :]
+    assert answer[0]["generated_text"] == tiny_tokenizer().decode(expected)
+
+
+@pytest.mark.parametrize("keyword", CACHE_KEYWORDS)
+def test_a_cache_has_either_name_on_every_release(keyword):
+    """Warnings are errors here: a name that the release deprecates would fail."""
+    plain, model = tiny_model(), with_proxykv(tiny_model())
+    ids = random_ids(1, TOKENS)
+    expected = plain.generate(ids, **GREEDY)
+    assert torch.equal(model.generate(ids, **GREEDY, **{keyword: DynamicCache(config=model.config)}), expected)
+    with ProxyPrunedCache(model, RandomScorer(), RetentionPolicy(1.0)) as cache:
+        assert torch.equal(model.generate(ids, **GREEDY, **{keyword: cache}), expected)
 
 
 def test_what_contradicts_itself_is_refused():

@@ -86,16 +86,16 @@ def check_attention_interface(config: Any) -> None:
     Raises:
         UnsupportedModelError: Naming what is gone, and the releases that work.
     """
-    needed: list[tuple[object, str]] = [
-        (config, "_attn_implementation"),
-        (config, "_attn_implementation_internal"),
-        (ALL_ATTENTION_FUNCTIONS, "get_interface"),
-        *((interface, "register") for interface in (AttentionInterface, AttentionMaskInterface)),
-        *((interface, "_global_mapping") for interface in (AttentionInterface, AttentionMaskInterface)),
+    interfaces = (AttentionInterface, AttentionMaskInterface)
+    needed = [
+        (type(config), config, "_attn_implementation"),
+        (type(config), config, "_attn_implementation_internal"),
+        (type(ALL_ATTENTION_FUNCTIONS), ALL_ATTENTION_FUNCTIONS, "get_interface"),
+        *((interface, interface, name) for interface in interfaces for name in ("register", "_global_mapping")),
     ]
-    for owner, name in needed:
-        if not hasattr(owner, name):
-            kind = owner if isinstance(owner, type) else type(owner)
+    for kind, owner, name in needed:
+        # `hasattr` would find the `register` that every abstract class has from its metaclass.
+        if not (name in vars(owner) or any(name in vars(base) for base in kind.__mro__)):
             raise UnsupportedModelError(unsupported_release(f"its {kind.__name__} has no {name}"))
 
 

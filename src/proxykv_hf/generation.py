@@ -103,38 +103,43 @@ class ProxyKVConfig:
 
 
 class ProxyKVGenerationMixin:
-    """Gives a model's ``generate`` the argument ``proxykv``; without it everything is as before.
+    """Gives a model's ``generate`` the argument ``proxykv``, and one name for its cache on every transformers release.
 
-    Put it before the model class: ``class ProxyKVQwen2(ProxyKVGenerationMixin, Qwen2ForCausalLM)``, or
-    use `with_proxykv` on a model that is loaded already.
+    Put it before the model class: ``class ProxyKVQwen2(ProxyKVGenerationMixin, Qwen2ForCausalLM)``, or use
+    `with_proxykv` on a model that is loaded already.
     """
 
     def generate(
         self, inputs: Tensor | None = None, *args: Any, proxykv: ProxyKVConfig | None = None, **kwargs: Any
     ) -> Any:
-        """As transformers' ``generate``.
+        """As transformers' ``generate``, with these differences.
 
         Args:
-            inputs: The prompt, as ever; or ``input_ids=`` or ``inputs_embeds=``.
-            proxykv: Prune the prompt's cache so; None for not at all.
+            inputs: The prompt, as in transformers; or give ``input_ids=`` or ``inputs_embeds=``.
+            proxykv: How the prompt's cache is pruned; None leaves it whole.
+            args: Handed on.
+            kwargs: Handed on. A cache may be called ``cache`` or ``past_key_values``, whatever the release calls it.
 
-        The cache lives in the output if ``return_dict_in_generate`` asks for it, and is closed otherwise.
+        The cache that ``proxykv`` makes is in the output if ``return_dict_in_generate`` asks for it, and is closed
+        otherwise.
 
         Raises:
-            InvalidInputError: A cache is given as well, or ``proxykv`` is no `ProxyKVConfig`.
+            InvalidInputError: Both ``proxykv`` and a cache are given, or ``proxykv`` is no `ProxyKVConfig`.
         """
         generate = super().generate  # type: ignore[misc]
+        assert isinstance(self, PreTrainedModel)
+        given_cache = next((kwargs.pop(name) for name in CACHE_KEYWORDS if kwargs.get(name) is not None), None)
         if proxykv is None:
-            return generate(inputs, *args, **kwargs)
+            named = {} if given_cache is None else {cache_keyword(self): given_cache}
+            return generate(inputs, *args, **kwargs, **named)
         if not isinstance(proxykv, ProxyKVConfig):
             raise InvalidInputError(
                 f"proxykv: expected a ProxyKVConfig(mapper=..., retention_ratio=...), got {proxykv!r}"
             )
-        if any(kwargs.get(name) is not None for name in CACHE_KEYWORDS):
+        if given_cache is not None:
             raise InvalidInputError("expected proxykv or a cache, got both: a ProxyPrunedCache is a cache already")
-        given = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))  # of both, embeddings are prefilled
-        prompt = next((p for p in given if p is not None), None)
-        assert isinstance(self, PreTrainedModel)
+        prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))  # of both, embeddings are prefilled
+        prompt = next((p for p in prompts if p is not None), None)
         cache = proxykv.make_cache(self)
         output: Any = None
         try:
@@ -166,7 +171,11 @@ def plain_class(cls: type) -> type:
 
 
 def with_proxykv(model: M) -> M:
-    """The same model, whose ``generate`` takes ``proxykv=`` from now on; it pickles and copies as before."""
+    """The same model, with `ProxyKVGenerationMixin` from now on.
+
+    Its class keeps its name, so that `transformers.pipeline` and `save_pretrained` know it, and it pickles and copies
+    as before.
+    """
     if not isinstance(model, ProxyKVGenerationMixin):
         plain: Any = type(model)
         model.__class__ = _with_mixin(plain)
@@ -175,12 +184,13 @@ def with_proxykv(model: M) -> M:
 
 @functools.cache
 def _with_mixin(plain: type[PreTrainedModel]) -> type:
-    """A class of its own for each plain one, made once."""
-    return type(f"ProxyKV{plain.__name__}", (ProxyKVGenerationMixin, plain), {"__reduce_ex__": _reduce_plain})
+    """A subclass of the plain class, by the same name; it is made once."""
+    same = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(plain.__name__, (ProxyKVGenerationMixin, plain), {**same, "__reduce_ex__": _reduce_plain})
 
 
 def _reduce_plain(model: PreTrainedModel, protocol: SupportsIndex) -> Any:
-    """As the plain class says, since pickle finds no class that is made here; `_rebuild` makes it anew."""
+    """Pickle the model as one of its plain class, and have `_rebuild` add the mixin again."""
     own = type(model)
     model.__class__ = plain_class(own)
     try:

@@ -76,9 +76,9 @@ class _Attachment:
                 f"{', '.join(sorted(refused))}: load the model with one of these"
             )
         for name in self._backends:
-            self._names[name] += 1
-            if self._names[name] == 1:
+            if not self._names[name]:
                 register_attention(PREFIX + name, attention_function(name), like=name)
+            self._names[name] += 1
         for config, name in self._saved:
             self._configs[id(config)] += 1
             set_attention_name(config, PREFIX + name)

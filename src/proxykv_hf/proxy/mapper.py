@@ -161,7 +161,7 @@ class HybridAxialMapper(PreTrainedModel):
         self.heads = _TargetHeads(_head_count(target), config.width, config.bottleneck)
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def _init_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if isinstance(module, (nn.Linear, nn.Conv1d)):
             init.normal_(module.weight, std=1 / math.sqrt(module.weight[0].numel()))
             if module.bias is not None:
