@@ -144,7 +144,7 @@ def merged(data: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# What rows read.
+# Documents and features.
 
 
 def channels_of(recipe: FeatureRecipe, whole: FeatureRecipe, proxy: PreTrainedConfig) -> Tensor | None:
@@ -257,7 +257,7 @@ def _weights_of_layers(decoder: Any) -> int:
     return sum(parameter.numel() for parameter in decoder.layers.parameters())
 
 
-# What rows do.
+# Runs.
 
 
 def measure_all(scores: Callable[[TrainingDocument], Tensor], documents: FeatureDataset) -> dict[str, float]:

@@ -249,7 +249,9 @@ def check(setting: Setting, device: torch.device, repeats: int, out: Path | None
 @torch.no_grad()
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="tiny models, on whatever device there is")
+    parser.add_argument(
+        "--tiny", action="store_true", help="use tiny models, on a GPU if there is one, else on the CPU"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="a JSON file for all rows")
     arguments = parser.parse_args(given)

@@ -83,9 +83,9 @@ def summary(rows: Sequence[dict[str, Any]], fitted: Sequence[int]) -> dict[str, 
 
 def lengths_table(found: dict[str, Any]) -> str:
     """The summary as a Markdown table."""
-    lines = ["| tokens | CPU s | clock s | peak GB | of it features and scores |", "|---|---|---|---|---|"]
+    lines = ["| tokens | CPU s | clock s | peak GB | features and scores, GB |", "|---|---|---|---|---|"]
     for tokens, row in found["lengths"].items():
-        peak = f"{row['peak_bytes'] / 1e9:.2f}" if "peak_bytes" in row else "not told here"
+        peak = f"{row['peak_bytes'] / 1e9:.2f}" if "peak_bytes" in row else "not measured"
         cells = [f"{tokens:,}", *(f"{row[key]:.2f}" for key in ("cpu_seconds", "seconds")), peak]
         lines.append(f"| {' | '.join(cells)} | {row['input_bytes'] / 1e9:.2f} |")
     names = {"cpu_seconds": "CPU s", "seconds": "clock s", "peak_bytes": "peak"}
@@ -114,7 +114,7 @@ def run_lengths(arguments: argparse.Namespace) -> None:
     failed = [f"{key} grows as tokens^{e:.3f}" for key, e in grown.items() if e > LINEAR]
     failed += [f"{longest / 1e9:.2f} GB at {arguments.longest:,} tokens"] if longest > MOST_BYTES else []
     if failed:
-        sys.exit(f"over the bar: {'; '.join(failed)}")
+        sys.exit(f"over the limit: {'; '.join(failed)}")
 
 
 # Seams.

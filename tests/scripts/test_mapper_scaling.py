@@ -29,7 +29,7 @@ def test_memory_that_cannot_be_told_is_left_out():
     rows = [{"tokens": n, "seconds": n, "cpu_seconds": n, "peak_bytes": None, "input_bytes": n} for n in (10, 20)]
     found = mapper_scaling.summary(rows, (10, 20))
     assert set(found["exponents"]) == {"seconds", "cpu_seconds"}
-    assert "not told here" in mapper_scaling.lengths_table(found)
+    assert "not measured" in mapper_scaling.lengths_table(found)
 
 
 def test_one_measurement(tmp_path):

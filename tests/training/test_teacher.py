@@ -324,7 +324,7 @@ def test_scores_from_elsewhere_become_shards(model, tmp_path):
     [
         ({"recipe": "kvzip-0"}, r"doc\.safetensors: expected scores of recipe kvzip-1, got 'kvzip-0'"),
         ({"prefix_tokens": "2"}, r"doc\.safetensors: expected scores \[L, H, N\] and prefix_tokens that make up"),
-        ({"prefix": [9, 9, 9]}, r"doc\.safetensors: expected scores \[3, 2, N\] behind the target's chat prefix"),
+        ({"prefix": [9, 9, 9]}, r"doc\.safetensors: expected scores \[3, 2, N\] after the target's chat prefix"),
         ({"heads": 4}, r"got \[3, 4, 12\] for \d+ tokens: another target's\?"),
     ],
 )

@@ -65,7 +65,7 @@ def test_the_command_trains_and_what_it_writes_prunes(home, teacher, tmp_path, c
         cache.prefill(ids)
         assert cache.report().fallback is None
     assert run(path, "--out", out) == 2
-    assert "go on with it (--resume)" in capsys.readouterr().err
+    assert "continue it (--resume)" in capsys.readouterr().err
     assert run(path, "--out", out, "--resume") == 0
     assert "epoch   1, " not in capsys.readouterr().out
 
@@ -104,7 +104,7 @@ def test_what_is_no_config_is_refused(home, teacher, tmp_path, capsys):
         ({"loss": {"weight": {}}}, "unknown in loss: weight; expected some of weights, ratios"),
         ({"loss": {"weights": {"mass": 1.0}}}, "weights: unknown terms mass"),
         ({"loss": {"weights": {"fine": "much"}}}, "loss.weights: expected a table of numbers"),
-        ({"features": {"sources": ["hidden"]}}, "expected also features.proxy_layers"),
+        ({"features": {"sources": ["hidden"]}}, "expected a value for features.proxy_layers, got none"),
         ({"epochs": "ten"}, "epochs: expected a whole number, got 'ten'"),
         ({"epochs": True}, "epochs: expected a whole number, got True"),
         ({"epochs": 0}, "epochs: expected at least 1, got 0"),
@@ -120,7 +120,7 @@ def test_what_is_no_config_is_refused(home, teacher, tmp_path, capsys):
         assert message in error, error
         assert str(path) in error
     del good["title"]
-    assert "expected also title" in refused(write(tmp_path / "untitled.toml", good))
+    assert "expected a value for title, got none" in refused(write(tmp_path / "untitled.toml", good))
 
 
 def test_what_does_not_match_is_refused(home, teacher, tmp_path, capsys):

@@ -286,7 +286,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(home, uninterrupted,
 
 def test_checkpoints_are_not_overwritten_nor_mixed(uninterrupted):
     config, _, _ = uninterrupted
-    with pytest.raises(InvalidInputError, match=r"checkpoints holds checkpoints of an earlier run: go on .*--resume"):
+    with pytest.raises(
+        InvalidInputError, match=r"checkpoints holds checkpoints of an earlier run: continue it \(--resume\)"
+    ):
         trained(config)
     other = TrainingConfig.from_dict(config.to_dict() | {"epochs": 4, "loss": {"weights": {"fine": 0.5}}})
     with pytest.raises(

@@ -15,15 +15,15 @@ from ..files import write_whole
 #: The columns of the Markdown table: heading, key of the summary, number format.
 COLUMNS = (
     ("method", "method", ""),
-    ("prefill to pruned, s", "seconds", ".3f"),
-    ("of kvzip's", "seconds_over_kvzip", ".2f"),
-    ("of full's", "seconds_over_full", ".2f"),
-    ("decode, tokens/s", "tokens_per_second", ".1f"),
-    ("of full's", "tokens_per_second_over_full", ".2f"),
-    ("KV kept, of full's", "kv_kept_over_full", ".3f"),
-    ("KV peak, of full's", "kv_peak_over_full", ".3f"),
-    ("memory peak, of full's", "memory_peak_over_full", ".2f"),
-    ("scoring, of full's prefill", "scoring_over_full_prefill", ".3f"),
+    ("seconds until pruned", "seconds", ".3f"),
+    ("over kvzip", "seconds_over_kvzip", ".2f"),
+    ("over full", "seconds_over_full", ".2f"),
+    ("tokens decoded per second", "tokens_per_second", ".1f"),
+    ("over full", "tokens_per_second_over_full", ".2f"),
+    ("KV bytes kept, over full", "kv_kept_over_full", ".3f"),
+    ("KV bytes at peak, over full", "kv_peak_over_full", ".3f"),
+    ("memory peak, over full", "memory_peak_over_full", ".2f"),
+    ("scoring, over full's prefill", "scoring_over_full_prefill", ".3f"),
     ("mapper's share", "mapper_share", ".3f"),
 )
 

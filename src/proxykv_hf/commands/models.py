@@ -125,9 +125,7 @@ def resolve(target: str) -> str:
     try:
         return str(_example_models().resolve(target))
     except ImportError as error:
-        raise InvalidInputError(
-            f"{target} is made with {error.name or error}: pip install 'proxykv-hf[models]'"
-        ) from error
+        raise InvalidInputError(f"{target} needs {error.name or error}: pip install 'proxykv-hf[models]'") from error
     except RuntimeError as error:  # no network, or another file than the pinned one
         raise InvalidInputError(
             f"{target} could not be fetched; give a folder that holds it instead: {error}"

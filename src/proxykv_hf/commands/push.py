@@ -55,5 +55,5 @@ def run(arguments: argparse.Namespace) -> None:
         operations = [CommitOperationAdd(CARD, text.encode()), *(CommitOperationAdd(path.name, path) for path in files)]
         done = api.create_commit(repo, operations, commit_message="Upload a proxykv-hf mapper")
     except HTTPError as error:
-        raise OSError(f"{api.endpoint} did not take {folder} as {arguments.repo}: {error}") from error
+        raise OSError(f"could not upload {folder} to {api.endpoint} as {arguments.repo}: {error}") from error
     print(done.commit_url)

@@ -63,17 +63,17 @@ def run(arguments: argparse.Namespace) -> None:
         print(markdown(outcomes, summary), end="")
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
-    pictures = _pictures(outcomes, summary, arguments.out)
+    plots = _plots(outcomes, summary, arguments.out)
     figures = {"files": outcomes.files, "headers": outcomes.headers} | summary.to_dict()
     write_whole(arguments.out / "report.json", (json.dumps(figures, indent=1, ensure_ascii=False) + "\n").encode())
-    write_whole(arguments.out / "report.md", markdown(outcomes, summary, pictures).encode())
+    write_whole(arguments.out / "report.md", markdown(outcomes, summary, plots).encode())
     print(arguments.out / "report.md")
 
 
-def _pictures(outcomes: Outcomes, summary: Summary, folder: Path) -> list[Path]:
+def _plots(outcomes: Outcomes, summary: Summary, folder: Path) -> list[Path]:
     """Draw the plots that can be drawn, and return their files."""
     if importlib.util.find_spec("matplotlib") is None:
-        print("no pictures without matplotlib: pip install 'proxykv-hf[plot]'", file=sys.stderr)
+        print("no plots without matplotlib: pip install 'proxykv-hf[plot]'", file=sys.stderr)
         return []
     header = outcomes.headers[0]
     length = "" if header["tokens"] is None else f"contexts of {header['tokens']} tokens, "

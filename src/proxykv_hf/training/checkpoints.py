@@ -69,7 +69,7 @@ class Checkpoints:
             return
         if not resume:
             raise InvalidInputError(
-                f"{self.folder} holds checkpoints of an earlier run: go on with it (--resume), delete them, or give "
+                f"{self.folder} holds checkpoints of an earlier run: continue it (--resume), delete them, or give "
                 "another --out"
             )
         found = json.loads((last / "state.json").read_text(encoding="utf-8"))["identity"]

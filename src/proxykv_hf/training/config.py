@@ -201,7 +201,7 @@ def _checked(kind: Any, data: dict[str, Any], where: str) -> dict[str, Any]:
         if entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING and name not in data
     ]
     if missing:
-        raise InvalidInputError(f"expected also {', '.join(where + name for name in missing)}")
+        raise InvalidInputError(f"expected a value for {', '.join(where + name for name in missing)}, got none")
     for name, value in data.items():
         _check_kind(where + name, value, str(fields[name].type))
     return dict(data)

@@ -141,7 +141,7 @@ def import_folder(
         heads = (geometry.num_layers, geometry.num_key_value_heads)
         if tuple(scores.shape[:2]) != heads or ids[: len(ids) - scores.shape[2]].tolist() != prefix:
             raise ShardError(
-                f"{paths[number]}: expected scores [{heads[0]}, {heads[1]}, N] behind the target's chat prefix of "
+                f"{paths[number]}: expected scores [{heads[0]}, {heads[1]}, N] after the target's chat prefix of "
                 f"{len(prefix)} tokens, got {list(scores.shape)} for {len(ids)} tokens: another target's?"
             )
         return ScoredDocument(_name(number), ids.int(), scores, kind, (paths[number].name,), split)
