@@ -1,4 +1,4 @@
-"""A tiny task, and models that answer it somehow: what the runner is tried on."""
+"""A tiny task, and models that give some answer to it, for tests of the runner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METRICS = {"held": lambda answer, question: float(question.references[0][0] in a
 
 
 def make(tokens: int, length: Callable[[str], int], seed: int, index: int) -> Example:
-    """Letters, and questions of unlike lengths; one more question for every example."""
+    """A context of letters, and questions of different lengths; example ``index`` has ``2 + index`` questions."""
     rng = random.Random(1000 * seed + index)
     context = "".join(rng.choices("abcdefgh", k=tokens))
     assert length(context) <= tokens
@@ -31,14 +31,14 @@ TASK = Task("letters", "held", make, "made up")
 
 
 def talkative_model() -> Any:
-    """Its answers end at different tokens."""
+    """A model with many end tokens, so that its answers differ in length."""
     model = tiny_model("llama", 2)
     model.generation_config.eos_token_id = list(range(150, 200))
     return model
 
 
 def save_model(folder: Path) -> Path:
-    """The same, to be loaded by its folder."""
+    """Save the talkative model and its tokenizer."""
     torch.manual_seed(0)
     talkative_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

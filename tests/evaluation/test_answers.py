@@ -1,4 +1,4 @@
-"""Answers of many pruned copies in one batch are those of plain ``generate``, one copy and one question at a time."""
+"""Answers of many pruned copies in one batch equal those of plain ``generate``, one copy and question at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prefilled(model):
 
 
 def answer_alone(model, cache, turn):
-    """Plain ``generate`` from a copy."""
+    """The answer by plain ``generate`` on a copy of the cache."""
     ids = torch.cat([random_ids(1, TOKENS), torch.tensor([turn.ids])], dim=1)
     with cache.fork() as fork:
         out = model.generate(
@@ -44,7 +44,7 @@ def answer_alone(model, cache, turn):
 
 
 def nll_alone(model, cache, turn):
-    """One token at a time, from a copy."""
+    """The reference's nll, fed one token at a time to a copy of the cache."""
     losses, given = [], list(turn.ids)
     with cache.fork() as fork:
         for token in turn.reference:
@@ -62,7 +62,7 @@ def model(request):
 
 
 def turns_with(drafts):
-    """Questions and references of unlike lengths."""
+    """Turns whose questions and references differ in length."""
     return [
         Turn(ids_of(3 + 4 * place, seed=place), ids_of(1 + 3 * place, seed=50 + place), 6 + place, draft)
         for place, draft in enumerate(drafts)
@@ -136,7 +136,7 @@ def test_a_draft_that_is_right_costs_one_forward(model):
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
 def test_sliding_windows_see_what_they_would_alone(kind):
-    """Without padding or a draft, which count in the window."""
+    """Without padding and drafts, which would take places in the window."""
     model = tiny_model(kind, attention="eager" if kind == "gemma2" else None)  # sdpa has no softcap on every version
     turns = [Turn(ids_of(6, seed=place), ids_of(4, seed=9), 8) for place in range(2)]
     with prefilled(model) as whole:

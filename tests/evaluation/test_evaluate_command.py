@@ -51,7 +51,7 @@ def run(capsys, *arguments):
 
 
 def contents(path):
-    """Header and rows without what differs from one run to the next: the seconds."""
+    """The header and the rows, without the seconds, which differ from run to run."""
     header, *rows = map(json.loads, path.read_text().splitlines())
     assert all(row.pop("seconds") > 0 for row in rows)
     return header["header"], rows
@@ -59,8 +59,9 @@ def contents(path):
 
 @pytest.fixture(scope="module")
 def whole(home, tmp_path_factory):
-    """A file of a run that was left alone; not to be changed."""
+    """The file of a run that was not interrupted; tests must not change it."""
     out = tmp_path_factory.mktemp("whole") / "rows.jsonl"
+    torch.set_num_threads(1)  # as in the runs that are killed: the header tells the number
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "TASKS", {"letters": asked.TASK})
         patch.setattr(command, "METRICS", asked.METRICS)
@@ -108,7 +109,7 @@ append = rows.RowFile.append
 
 def cut_short(file, block):
     append(file, block)
-    if len(file.rows) > 14:  # the second example's
+    if len(file.rows) > 14:  # after the rows of the second example
         data = file.path.read_bytes()
         os.truncate(file.path, len(data) - int(sys.argv[1]))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -130,10 +131,10 @@ def test_a_run_that_was_killed_goes_on_to_the_same_file(home, whole, tmp_path, l
     assert run(capsys, *arguments)[0] == 0
     header, rows = contents(out)
     expected_header, expected_rows = contents(whole)
-    header["command"][-1] = str(whole)  # --out is all that differs
+    header["command"][-1] = str(whole)  # only --out differs
     assert (header, rows) == (expected_header, expected_rows)
     finished = left.split(b"\n")[1:15]
-    assert out.read_bytes().split(b"\n")[1:15] == finished  # what was done was not done again
+    assert out.read_bytes().split(b"\n")[1:15] == finished  # finished work was not done again
 
 
 def test_more_is_added_and_nothing_done_twice(home, whole, tmp_path, capsys):
@@ -177,7 +178,7 @@ def test_a_method_is_done_again(home, whole, tmp_path, capsys):
 
 
 def save_mapper(target, folder, seed):
-    """A random mapper, whose proxy is the target's own first layers."""
+    """Save a random mapper whose proxy is the target's own first layers."""
     mapper = make_mapper(target, first_layers(target, 2), whole_proxy=target, proxy_id=SELF_PROXY)
     torch.manual_seed(seed)
     torch.nn.init.normal_(mapper.heads.output)
@@ -241,7 +242,7 @@ def test_what_is_refused_before_a_model_is_loaded(home, tmp_path, capsys, monkey
     assert not Path(tmp_path / "rows.jsonl").exists()
 
 
-def test_a_missing_package_of_a_metric_is_told_before_a_model_is_loaded(home, tmp_path, capsys, monkeypatch):
+def test_a_missing_package_of_a_metric_is_reported_before_a_model_is_loaded(home, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("proxykv_hf.commands.sources.load", None)
     monkeypatch.setattr(command, "check_metric", check_metric)
     monkeypatch.setattr(command, "TASKS", {"letters": dataclasses.replace(asked.TASK, metric="rouge_l")})
@@ -284,7 +285,7 @@ def test_examples_from_a_file_and_what_is_wrong_in_it(home, tmp_path, capsys):
         assert run(capsys, *arguments, "--examples", "1", "--out", tmp_path / "first.jsonl")[0] == 2
     assert {row["example"] for row in contents(tmp_path / "first.jsonl")[1]} == {"00001"}
     assert code == 2
-    for words in (told[0], error):  # before the work, and when it is over
+    for words in (told[0], error):  # before the work and after it
         assert f"1 lines of {data} were left out:\nline 2, questions: expected" in words
     header, rows = contents(out)
     assert (header["tasks"], header["tokens"], len(header["data"])) == ({"mine": "held"}, None, 64)
@@ -296,7 +297,7 @@ def test_examples_from_a_file_and_what_is_wrong_in_it(home, tmp_path, capsys):
     ]
 
 
-def test_a_file_without_examples_or_with_what_is_for_tasks_is_refused(home, tmp_path, capsys, monkeypatch):
+def test_a_file_without_examples_and_options_of_tasks_are_refused(home, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("proxykv_hf.commands.sources.load", None)
     data, out = tmp_path / "mine.jsonl", tmp_path / "rows.jsonl"
     arguments = ["evaluate", "--target", home, "--data", data, "--out", out]

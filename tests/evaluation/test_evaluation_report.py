@@ -1,4 +1,4 @@
-"""`proxykv report`: from rows to figures, tables and pictures; what is wrong with a file is said by line and field."""
+"""`proxykv report`: from rows to figures, tables and plots; errors in a file name the line and the field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from proxykv_hf.evaluation.table import markdown
 
 OURS, KVZIP, SNAP = Variant("proxykv", "global"), Variant("kvzip", "global"), Variant("snapkv", "uniform")
 
-#: By task, method and ratio each question's score, two questions a context.
+#: The scores of the questions, two per context, by task, method and ratio.
 SCORES = {
     ("easy", "full", 1.0): [1, 1, 1, 1],
     ("easy", "kvzip", 0.2): [1, 1, 1, 0],
@@ -81,7 +81,7 @@ def rows(scores=SCORES, nll=lambda method, question: {"full": 0.1, "kvzip": 0.5,
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a file of these lines, by default of the header and all rows."""
+    """A function that writes a file of these lines; by default the header and all rows."""
 
     def make(*lines, name="results.jsonl"):
         path = tmp_path / name
@@ -93,14 +93,14 @@ def write(tmp_path):
 
 @pytest.fixture
 def of_any_number(monkeypatch):
-    """Intervals of fewer contexts than there would be any of, for cases to be worked out by hand."""
+    """Allow intervals from any number of contexts, for cases that are worked out by hand."""
     monkeypatch.setattr(statistics, "LEAST_CONTEXTS", 1)
 
 
 @pytest.mark.usefixtures("of_any_number")
 def test_figures_of_a_small_file_by_hand(write):
     summary = summarize(read_outcomes([write()]), samples=100)
-    assert summary.judged == ["easy", "fair"]  # of hard the full cache answers one in four
+    assert summary.judged == ["easy", "fair"]  # in hard, the full cache answers one question in four
     easy, fair = summary.tasks["easy"], summary.tasks["fair"]
     assert (easy.metric, easy.examples, easy.questions, easy.full.score.value) == ("exact_match", 2, 4, 1.0)
     ours = easy.figures[OURS.at(0.2)]
@@ -113,7 +113,7 @@ def test_figures_of_a_small_file_by_hand(write):
     other = easy.figures[SNAP.at(0.2)]
     assert other.lead.value == 0.25
     assert other.lead_nll.value == pytest.approx(0.7 - 2.0)
-    # Both contexts' questions: +2 of 2, and -1 of 2; drawn twice each the mean is that of one.
+    # The contexts' leads are +2 and -1 in 2 questions. A resample draws one context: its mean is 1.0 or -0.5.
     assert (other.lead.low, other.lead.high) == (-0.5, 1.0)
 
     unsure = fair.figures[OURS.at(0.2)]
@@ -160,7 +160,7 @@ def test_a_tasks_intervals_do_not_depend_on_the_other_tasks(write):
     assert one.tasks["easy"] == summarize(read_outcomes([write()]), samples=50).tasks["easy"]
 
 
-def test_examples_of_a_file_have_no_length_to_tell(write, tmp_path, capsys):
+def test_the_report_tells_no_length_of_examples_from_a_file(write, tmp_path, capsys):
     path = write(header(tokens=None, data="00ff"), *rows())
     outcomes = read_outcomes([path])
     text = markdown(outcomes, summarize(outcomes, samples=20))
@@ -195,26 +195,26 @@ def test_the_report_in_markdown(write):
 def test_unequal_sets_are_named_and_only_shared_questions_compared(write):
     def there(row):
         if row["method"] == "snapkv":
-            return row["task"] != "fair"  # no such task
+            return row["task"] != "fair"  # snapkv lacks this task
         return not (row["task"] == "easy" and row["method"] == "kvzip" and row["example"] == "00001")
 
     outcomes = read_outcomes([write(header(), *filter(there, rows()))])
     summary = summarize(outcomes, samples=100)
     easy = summary.tasks["easy"].figures
     assert easy[KVZIP.at(0.2)].questions == easy[KVZIP.at(0.2)].pairs == 2
-    assert easy[KVZIP.at(0.2)].lead.value == 0.0  # of the first context alone, that both answered
-    assert easy[KVZIP.at(0.2)].lead.low is None  # one context tells no interval
+    assert easy[KVZIP.at(0.2)].lead.value == 0.0  # on the first context alone, which both answered
+    assert easy[KVZIP.at(0.2)].lead.low is None  # one context gives no interval
     assert easy[OURS.at(0.2)].of_reference.value == 1.0
     assert SNAP.at(0.2) not in summary.overall
     text = markdown(outcomes, summary)
     assert "- kvzip (global) at 0.2: 2 of 4 questions of easy" in text
     assert "- snapkv (uniform) at 0.2: 0 of 4 questions of fair" in text
     assert "| snapkv | uniform |  | – |" in text
-    assert "| kvzip | global | +12.5 | 6 |" in text  # and where a task tells no interval, neither does the mean
+    assert "| kvzip | global | +12.5 | 6 |" in text  # a mean over a task without an interval has none either
 
 
 def test_one_score_of_the_reference_decides_for_all_methods(write):
-    """In fair kvzip scores 0.25, but 0.5 of the context that is snapkv's only one: no quotient for snapkv alone."""
+    """In fair, kvzip scores 0.25, but 0.5 on the only context of snapkv, which still gets no quotient."""
     some = (row for row in rows() if (row["method"], row["example"]) != ("snapkv", "00000"))
     outcomes = read_outcomes([write(header(), *some)])
     fair = summarize(outcomes, samples=20).tasks["fair"].figures
@@ -224,7 +224,7 @@ def test_one_score_of_the_reference_decides_for_all_methods(write):
 
 
 def test_means_of_the_questions_that_all_answered(write, tmp_path):
-    """Of snapkv there is not the first context of easy and of fair, and no ratio but 0.2."""
+    """The file lacks snapkv's rows for the first context of each task, and for every ratio but 0.2."""
     more = {(task, method, 0.1): [0, 0, 0, 0] for task in ("easy", "fair") for method in ("kvzip", "proxykv")}
     some = [row for row in rows(SCORES | more) if (row["method"], row["example"]) != ("snapkv", "00000")]
     path = write(header(), *some)
@@ -257,8 +257,8 @@ def test_means_of_the_same_questions_leave_out_a_task_that_a_method_lacks(write)
     assert "same questions" not in markdown(read_outcomes([write()]), whole)
 
 
-def test_the_best_first_by_what_all_were_asked(write):
-    """At 0.2, the ratio that all have, kvzip leads; of its own two ratios its mean is the lowest."""
+def test_variants_are_ordered_by_the_ratios_that_all_have(write):
+    """At 0.2, the ratio that all variants have, kvzip leads; its mean over its own two ratios is the lowest."""
     more = {(task, "kvzip", 0.1): [0, 0, 0, 0] for task in ("easy", "fair")}
     scores = SCORES | {("easy", "kvzip", 0.2): [1, 1, 1, 1]} | more
     assert summarize(read_outcomes([write(header(), *rows(scores))]), samples=5).variants() == [KVZIP, OURS, SNAP]
@@ -266,8 +266,8 @@ def test_the_best_first_by_what_all_were_asked(write):
     assert summarize(read_outcomes([write(header(), *rows(apart))]), samples=5).variants() == [OURS, SNAP, KVZIP]
 
 
-def test_few_contexts_tell_no_interval_of_a_task_but_of_several(write):
-    scores = {key: values * 2 for key, values in SCORES.items()}  # four contexts a task
+def test_few_contexts_give_no_interval_for_one_task_but_for_several(write):
+    scores = {key: values * 2 for key, values in SCORES.items()}  # four contexts in each task
     outcomes = read_outcomes([write(header(), *rows(scores))])
     text = markdown(outcomes, summarize(outcomes, samples=50))
     assert "| easy | 1.00 | 0.67 |" in text
@@ -304,7 +304,8 @@ def test_several_files_of_one_experiment(write):
 
     parts = [
         some(lambda row: row["task"] == "easy", "1.jsonl", tasks={"easy": "exact_match"}),
-        some(lambda row: row["method"] in ("full", "kvzip"), "2.jsonl", mapper=None),  # the full cache again
+        # Repeats the rows of the full cache.
+        some(lambda row: row["method"] in ("full", "kvzip"), "2.jsonl", mapper=None),
         some(lambda row: row["task"] != "easy" and row["method"] not in ("full", "kvzip"), "3.jsonl"),
     ]
     assert summarize(read_outcomes(parts), samples=50).tasks == summarize(read_outcomes([write()]), samples=50).tasks
@@ -385,7 +386,7 @@ def test_a_missing_field_is_named_with_its_line(write, field):
         read_outcomes([write(header(), row)])
 
 
-def test_files_that_are_none(write, tmp_path):
+def test_files_that_are_not_evaluations(write, tmp_path):
     path = tmp_path / "wrong.jsonl"
     for text, message in (
         ("", "expected a header and rows, but .* is empty"),
@@ -480,7 +481,7 @@ def test_samples_are_at_least_one(write, capsys):
 
 
 def test_labels_lead_to_where_their_curves_end(write):
-    """At 0.1 snapkv was not asked: its curve ends inside the panel."""
+    """At 0.1, snapkv has no rows, so that its curve ends inside the panel."""
     pytest.importorskip("matplotlib")
     from matplotlib.text import Annotation
 

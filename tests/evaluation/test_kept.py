@@ -1,4 +1,4 @@
-"""`proxykv kept`: which tokens are kept, the words at their peaks, the picture."""
+"""`proxykv kept`: which tokens are kept, the words that most heads keep, the plot."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_masks_are_what_a_pruned_cache_keeps(kind):
             cache.prefill(ids, context=(len(prefix), ids.shape[1]))
             for place, layer in enumerate(kept.layers):
                 for head, indices in enumerate(cache.kept_indices(layer)):
-                    inside = indices[len(prefix) :] - len(prefix)  # all of the prefix is kept
+                    inside = indices[len(prefix) :] - len(prefix)  # the whole prefix is kept
                     assert kept.masks[name][place, head].nonzero()[:, 0].tolist() == inside.tolist()
     assert kept.layers == ((1,) if kind == "gemma3" else (0, 1, 2))
     assert kept.overlap("fixed", "fixed") == 1.0
@@ -45,7 +45,7 @@ def test_masks_are_what_a_pruned_cache_keeps(kind):
 
 
 def test_words_and_marks_are_spans_of_tokens():
-    model, tokenizer = tiny_model(), tiny_tokenizer()  # one token a byte
+    model, tokenizer = tiny_model(), tiny_tokenizer()  # one token per byte
     kept = find_kept(model, tokenizer, TEXT, {"random": RandomScorer()}, POLICY, tokens=22, marks=["lamp", "41"])
     assert kept.masks["random"].shape == (3, 2, 22)
     assert kept.words == (

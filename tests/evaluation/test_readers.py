@@ -1,4 +1,4 @@
-"""Files of examples: what is read, and what is said of lines that cannot be."""
+"""Files of examples: what is read, and the errors for invalid lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def asked(**fields):
     return {"text": "?", "references": ["a"]} | fields
 
 
-def test_our_own_format_takes_every_task_there_and_back(tmp_path):
+def test_every_task_survives_a_round_trip_in_our_own_format(tmp_path):
     examples = [task.make(300, lambda text: len(text.split()), 0, index) for task in TASKS.values() for index in (0, 1)]
     lines = [dataclasses.asdict(example) | {"metric": TASKS[example.task].metric} for example in examples]
     reading = read(written(tmp_path / "all.jsonl", lines), "proxykv")
@@ -183,7 +183,7 @@ WORDS = "Question: What are the 10 most common words in the above list?"
         (NEEDLE, "\nWhat are all the special magic numbers for a-b?", "", "string_match_all", 128),
         (SOLVED, "\nQuestion: Find all variables that are assigned the value 2 in", "", "string_match_all", 30),
         ("1. a 2. b", f"\n{WORDS}", "", "string_match_all", 120),
-        # All in one line, as with --remove_newline_tab.
+        # On one line, as RULER writes it with --remove_newline_tab.
         ("1. a 2. b", f" {WORDS}", "", "string_match_all", 120),
         (
             "a ... b",
@@ -207,7 +207,7 @@ def test_rulers_question_is_split_from_its_context(tmp_path, context, question, 
 
 
 def test_rulers_own_wording_is_ours(tmp_path):
-    """What our tasks of RULER ask is split again where we put the seam."""
+    """Our RULER tasks, written as RULER's lines, are split again into the same context and question."""
     for name in (*niah.CONFIGURATIONS, "vt", "cwe", "fwe", "qa_1"):
         example = TASKS[name].make(700, lambda text: len(text.split()), 0, 0)
         (asked, *_) = example.questions

@@ -1,4 +1,4 @@
-"""The file of an evaluation: what it goes on from, and what it refuses."""
+"""The file of an evaluation: how a run continues it, and what it refuses."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def test_a_file_is_used_by_one_run_at_a_time(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["link.jsonl"]
 
 
-def test_a_lock_that_was_removed_when_it_was_got_is_not_held(tmp_path, monkeypatch):
+def test_a_lock_file_that_was_removed_before_it_was_locked_is_not_held(tmp_path, monkeypatch):
     path, beside, flock = tmp_path / "rows.jsonl", tmp_path / ".rows.jsonl.lock", fcntl.flock
     got = []
 
     def late(lock, how):
         flock(lock, how)
         got.append(lock)
-        if len(got) == 1:  # the run before ends in between
+        if len(got) == 1:  # the previous run ends between open and lock
             beside.unlink()
 
     monkeypatch.setattr(fcntl, "flock", late)
@@ -125,7 +125,7 @@ def test_what_is_written_is_read_back(path):
 
 def test_wherever_a_write_was_cut_short_only_whole_blocks_are_left(path):
     data = path.read_bytes()
-    ends = [len(b"\n".join(data.split(b"\n")[:count])) + 1 for count in (1, 4, 7)]  # the header's, each block's
+    ends = [len(b"\n".join(data.split(b"\n")[:count])) + 1 for count in (1, 4, 7)]  # of the header, of each block
     for cut in range(len(data) + 1):
         path.write_bytes(data[:cut])
         file = RowFile(path, HEADER)
@@ -143,7 +143,7 @@ def test_blocks_of_one_example_and_size_are_told_apart(path):
     assert len(RowFile(path, HEADER).rows) == 9
 
 
-def test_a_later_run_is_told_of_in_the_header(path):
+def test_the_header_lists_a_later_run(path):
     more = {
         "methods": ["full", "snapkv"],
         "ratios": [0.1, 0.3],
@@ -222,7 +222,7 @@ def test_a_method_that_left_no_rows_may_change(path):
     ("number", "line", "what"),
     [(1, b"{}", "a header"), (1, b"words", "a header"), (3, b"{", "a row"), (3, b"[]", "a row"), (3, b"{}", "a row")],
 )
-def test_what_is_no_such_file_is_refused_and_left_alone(path, number, line, what):
+def test_other_files_are_refused_and_left_alone(path, number, line, what):
     lines = path.read_bytes().split(b"\n")
     lines[number - 1] = line
     path.write_bytes(b"\n".join(lines))
@@ -253,10 +253,10 @@ def test_a_field_of_another_kind_is_named_with_its_line(path, number, changes, w
 
 
 @pytest.mark.parametrize("content", [b"only copy", b'{"my": "only copy"}', b"{", b'{"header": {"format"'])
-def test_a_file_without_a_line_is_ours_only_if_it_begins_as_ours(tmp_path, content):
+def test_a_file_without_a_whole_line_is_ours_only_if_it_begins_like_ours(tmp_path, content):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    if content[:1] == b"{" and content in b'{"header": {"format": 1':  # a first write cut short
+    if content[:1] == b"{" and content in b'{"header": {"format": 1':  # a first write that was cut short
         assert not RowFile(path, HEADER).rows
         assert header_of(path) == HEADER
         return
@@ -266,7 +266,7 @@ def test_a_file_without_a_line_is_ours_only_if_it_begins_as_ours(tmp_path, conte
 
 
 @pytest.mark.parametrize("name", ["examples", "tasks", "identities", "command"])
-def test_a_header_that_lacks_something_is_told_of(path, name):
+def test_a_header_that_lacks_a_field_is_refused(path, name):
     lines = path.read_text().splitlines()
     lines[0] = json.dumps({"header": {key: value for key, value in HEADER.items() if key != name}})
     path.write_text("".join(line + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""The runner against the plain way: one prefill, one copy and one ``generate`` for every answer."""
+"""The runner against a plain loop: one prefill, one copy and one ``generate`` for every answer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def nothing(count):
 
 
 def alone(model, methods, example, question, cell, query_aware, reference):
-    """Answer, likelihood and bytes, by nothing but the cache and ``generate``."""
+    """Answer, nll, tokens of the reference and bytes, from nothing but the cache and ``generate``."""
     before, after = chat_affixes(TOKENIZER)
     prefix, context = encode(TOKENIZER, before), encode(TOKENIZER, example.context)
     asks = encode(TOKENIZER, question.text)
@@ -85,7 +85,7 @@ def alone(model, methods, example, question, cell, query_aware, reference):
 
 
 @pytest.mark.parametrize("query_aware", [False, True])
-def test_every_row_is_what_the_plain_way_gives(model, methods, query_aware):
+def test_every_row_is_that_of_a_plain_loop(model, methods, query_aware):
     made = case(query_aware=query_aware)
     running = runner(model, methods)
     running.check(made)
@@ -109,7 +109,7 @@ def test_every_row_is_what_the_plain_way_gives(model, methods, query_aware):
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 @pytest.mark.parametrize("batch_tokens", [1, 4096])
-def test_no_place_in_a_sliding_window_is_taken_by_what_a_row_is_not_to_see(family, batch_tokens):
+def test_masked_tokens_take_no_place_in_a_sliding_window(family, batch_tokens):
     attention = "eager" if family == "gemma2" else None  # sdpa has no softcap on every version
     model = tiny_model(family, 2, attention=attention)
     model.generation_config.eos_token_id = list(range(150, 200))
@@ -118,7 +118,8 @@ def test_no_place_in_a_sliding_window_is_taken_by_what_a_row_is_not_to_see(famil
     for index in (1, 2):
         made = case(index)
         known = {}
-        for methods_now in ({"random": methods["random"]}, methods):  # the second time full answers are known
+        # In the second run, the answers of the full cache are known.
+        for methods_now in ({"random": methods["random"]}, methods):
             some = [cell for cell in cells if cell.method in (FULL, *methods_now)]
             running = Runner(model, TOKENIZER, methods_now, some, asked.METRICS, batch_tokens)
             known |= {key_of(row): row for row in running.run(made, known, nothing)}
@@ -130,7 +131,7 @@ def test_no_place_in_a_sliding_window_is_taken_by_what_a_row_is_not_to_see(famil
             assert row["nll"] == pytest.approx(expected[1], abs=1e-4)
 
 
-def test_logits_that_are_no_numbers_are_told_of_by_name(methods):
+def test_logits_that_are_not_finite_are_refused_with_the_examples_name(methods):
     model = asked.talkative_model()
     model.lm_head.weight.data[5] = torch.nan
     with pytest.raises(
@@ -139,7 +140,7 @@ def test_logits_that_are_no_numbers_are_told_of_by_name(methods):
         runner(model, methods).run(case(), {}, nothing)
 
 
-def test_a_turn_of_nothing_is_refused_by_name(monkeypatch):
+def test_a_turn_without_tokens_is_refused_with_the_examples_name(monkeypatch):
     from proxykv_hf.evaluation import prompts
     from proxykv_hf.evaluation.task import Example, Question
 

@@ -1,4 +1,4 @@
-"""The bootstrap over contexts: small cases by hand, and a plain loop over the same draws."""
+"""The bootstrap over contexts, against small cases by hand and a plain loop over the same draws."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from proxykv_hf.evaluation.statistics import Estimate, Resampler, Sampled, draw
 
 @pytest.fixture
 def of_any_number(monkeypatch):
-    """Intervals of fewer contexts than there would be any of, for cases to be worked out by hand."""
+    """Allow intervals from any number of contexts, for cases that are worked out by hand."""
     monkeypatch.setattr(statistics, "LEAST_CONTEXTS", 1)
 
 
 @pytest.mark.usefixtures("of_any_number")
 def test_means_of_two_contexts_by_hand(monkeypatch):
-    """Contexts a (scores 1, 0) and b (1, 1, 1): drawn twice a, one of each, twice b."""
+    """Contexts a (scores 1, 0) and b (1, 1, 1); the resamples are a twice, one of each (two times), and b twice."""
     monkeypatch.setattr(statistics, "draw", lambda *_: np.array([[0, 0], [0, 1], [1, 0], [1, 1]]))
     resampler = Resampler(["a", "b", "b", "a", "b"], samples=4, seed=[0])
     found = resampler.mean(np.array([1.0, 1.0, 1.0, 0.0, 1.0]))
     assert resampler.examples == 2
     assert found.value == pytest.approx(4 / 5)
     np.testing.assert_allclose(found.resamples, [1 / 2, 4 / 5, 4 / 5, 1])
-    # 2.5 % of the way through 0.5, 0.8, 0.8, 1.0 and 2.5 % from its end.
+    # The quantiles at 2.5 % and 97.5 % of 0.5, 0.8, 0.8, 1.0.
     assert found.estimate().low == pytest.approx(0.5 + 0.075 * 0.3)
     assert found.estimate().high == pytest.approx(1.0 - 0.075 * 0.2)
 
 
 def test_what_is_missing_is_left_out_of_mean_and_draws(monkeypatch):
-    """Of contexts a to c, a has no value: one of the other two is drawn, b with the one question that has."""
+    """Context a has no value: resamples draw from b, with its one question that has a value, and c."""
     asked = []
     monkeypatch.setattr(statistics, "draw", lambda examples, *_: asked.append(examples) or np.array([[0], [1], [1]]))
     resampler = Resampler(["a", "b", "b", "c"], samples=3, seed=[0])
@@ -42,7 +42,7 @@ def test_what_is_missing_is_left_out_of_mean_and_draws(monkeypatch):
     assert resampler.mean(np.full(4, math.nan)) is None
 
 
-def test_figures_of_the_same_contexts_are_of_the_same_draws():
+def test_figures_of_the_same_contexts_use_the_same_draws():
     resampler = Resampler([f"{place}" for place in range(9)], samples=50, seed=[0])
     values = np.where(np.arange(9) < 5, np.arange(9.0), math.nan)
     once, doubled = resampler.mean(values), resampler.mean(2 * values)
@@ -79,7 +79,7 @@ def test_means_and_intervals_are_those_of_a_plain_loop(missing):
 
 @pytest.mark.usefixtures("of_any_number")
 def test_contexts_are_drawn_not_questions():
-    """Ten alike questions of each of four contexts are no surer than one of each."""
+    """Ten equal questions for each of four contexts give the same interval as one question each."""
     scores = [1.0, 0.0, 1.0, 0.0]
     once = Resampler(["a", "b", "c", "d"], 500, [0]).mean(np.array(scores)).estimate()
     tenfold = Resampler([name for name in "abcd" for _ in range(10)], 500, [0])
@@ -91,7 +91,7 @@ def test_contexts_are_drawn_not_questions():
     ("contexts", "missing", "least"), [(2, 0, 0.87), (4, 0, 0.92), (10, 0, 0.93), (4, 2, 0.86), (10, 6, 0.92)]
 )
 def test_intervals_of_few_contexts_hold_what_they_promise(contexts, missing, least):
-    """The mean over seven tasks, drawn a thousand times: the true one, 0, is in about 95 % of the intervals."""
+    """The true mean over seven tasks, 0, is in about 95 % of the intervals from a thousand samples."""
     rng, inside = np.random.default_rng(0), 0
     resamplers = [Resampler([f"{place}" for place in range(contexts)], 400, [task]) for task in range(7)]
     for _ in range(1000):
@@ -104,8 +104,8 @@ def test_intervals_of_few_contexts_hold_what_they_promise(contexts, missing, lea
     assert least <= inside / 1000 <= 0.98
 
 
-def test_few_contexts_tell_no_interval():
-    """Of four the interval would hold the truth in 82 % of cases, of two in half of them."""
+def test_few_contexts_give_no_interval():
+    """An interval from four contexts would hold the truth in 82 % of cases, one from two contexts in half of them."""
 
     def mean(contexts, missing=0):
         values = np.where(np.arange(contexts) < missing, math.nan, np.arange(contexts) % 3)
@@ -114,7 +114,7 @@ def test_few_contexts_tell_no_interval():
     assert mean(8).estimate().low is not None
     assert mean(7).estimate() == Estimate(6 / 7)
     assert mean(9, missing=2).estimate().high is None
-    assert (mean(5) + mean(3)).estimate().low is not None  # what counts is how many there are in all
+    assert (mean(5) + mean(3)).estimate().low is not None  # the number of contexts in the whole sum counts
     assert ((mean(5) + mean(2)) / 2).estimate().low is None
 
 
@@ -130,7 +130,7 @@ def test_draws_are_seeded_and_the_order_of_rows_does_not_matter():
 
 
 @pytest.mark.usefixtures("of_any_number")
-def test_a_single_context_has_no_interval_nor_has_a_mean_with_it():
+def test_neither_a_single_context_nor_a_mean_with_it_has_an_interval():
     alone = Resampler(["a", "a"], 50, [0]).mean(np.array([1.0, 0.0]))
     assert alone.estimate() == Estimate(0.5)
     two = Resampler(["a", "b"], 50, [0])
@@ -145,13 +145,13 @@ def test_quotients_are_taken_in_each_resample():
     assert math.isnan((above / Sampled(0.0, np.zeros(3), 9)).value)
     np.testing.assert_allclose((above / 2.0).resamples, [0.5, 1.0, 1.5])
     assert above.estimate().low is not None
-    assert (above / below).estimate() == Estimate(0.5)  # some resamples have no quotient, and not just any
+    assert (above / below).estimate() == Estimate(0.5)  # not every resample has a quotient
 
 
 def test_an_interval_excludes_zero_or_not():
     assert Estimate(1.0, 0.1, 2.0).excludes_zero
     assert Estimate(-1.0, -2.0, -0.1).excludes_zero
     assert not Estimate(1.0, 0.0, 2.0).excludes_zero
-    assert not Estimate(1.0, 4.9e-18, 2.0).excludes_zero  # what rounding leaves of equal means of fifths
+    assert not Estimate(1.0, 4.9e-18, 2.0).excludes_zero  # a rounding error: the difference of equal means of fifths
     assert not Estimate(-1.0, -2.0, -4.9e-18).excludes_zero
     assert not Estimate(1.0).excludes_zero

@@ -1,4 +1,4 @@
-"""The evaluation's tasks: seeded, filled to the wanted length, answerable from the context, unlike training's texts."""
+"""The evaluation's tasks are seeded, of the wanted length, answerable from the context, and unlike training's texts."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ MODULES = (
 )
 LENGTHS = (256, 512, 1024, 4096)
 THINGS = {f"{adjective} {noun}" for adjective in words.ADJECTIVES for noun in words.NOUNS}
-#: What is asked for is all over the context.
+#: Tasks whose answers may occur in the context more than once.
 COUNTED = {"vt", "cwe", "fwe", "few_shot"}
 
 
 def length(text: str) -> int:
-    """Words and marks, about as many as a tokenizer's tokens."""
+    """The number of words and punctuation marks, which is about a tokenizer's number of tokens."""
     return len(re.findall(r"\w+|[^\w\s]", text))
 
 
@@ -87,12 +87,13 @@ def test_an_example_fits_fills_and_holds_its_answers(name, tokens):
     for index in range(3):
         example = make(name, tokens, seed=7, index=index)
         assert (example.task, example.name) == (name, f"0000{index}")
-        least = 0.8 if (name, tokens) == ("function", 256) else 0.9  # whole functions, of 40 tokens each
+        least = 0.8 if (name, tokens) == ("function", 256) else 0.9  # a function has 40 tokens and is not cut
         assert least * tokens <= length(example.context) <= tokens
         assert len({question.text for question in example.questions}) == len(example.questions)
         for question in example.questions:
             assert question.references == tuple(dict.fromkeys(question.references))
-            assert question.text.strip() not in example.context or name == "cwe"  # whose solved example asks the same
+            # The solved example of cwe asks the same question.
+            assert question.text.strip() not in example.context or name == "cwe"
             assert question.text.startswith("\n")
             assert question.answer_prefix == question.answer_prefix.strip() != ""
             for reference in question.references:
@@ -114,7 +115,7 @@ def test_how_many_questions_a_context_of_1024_tokens_has():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_an_example_hangs_on_seed_index_and_tokens_alone(name):
+def test_an_example_depends_on_seed_index_and_tokens_alone(name):
     example = make(name, seed=3, index=5)
     make(name, seed=9)
     assert make(name, seed=3, index=5) == example
@@ -123,7 +124,7 @@ def test_an_example_hangs_on_seed_index_and_tokens_alone(name):
 
 
 def test_the_texts_are_those_that_figures_were_measured_on():
-    """On every version of Python; whoever changes a text changes this, and knows that older figures do not compare."""
+    """On every version of Python. Whoever changes a text updates the digest, and older figures no longer compare."""
     digest = hashlib.sha256()
     for name in TASKS:
         digest.update(repr(make(name, tokens=600, seed=1, index=2)).encode())
@@ -152,7 +153,7 @@ def test_too_little_room_is_a_clear_error(name):
         make(name, tokens=8)
 
 
-# What the answers are, worked out from the context alone.
+# The answers, worked out from the context alone.
 
 
 @pytest.mark.parametrize("name", niah.CONFIGURATIONS)
@@ -244,7 +245,7 @@ def test_the_examples_show_every_class_and_none_of_the_queries():
 
 
 def test_a_function_does_what_its_description_says():
-    """The description's two numbers and its words for the result pick one function."""
+    """The two numbers and the words for the result in a description fit exactly one function."""
     example = make("function", 1024)
     code = example.context.removeprefix(function.HEAD).removesuffix(function.TAIL)
     module: dict[str, object] = {}
@@ -265,10 +266,10 @@ def test_a_function_does_what_its_description_says():
         assert module[found[0]]([]) in (0, [])
 
 
-# The parts that texts are made of.
+# The parts from which texts are built.
 
 
-def test_fit_finds_the_greatest_number_or_leaves_little():
+def test_fit_finds_the_largest_number_or_leaves_little():
     for seed in range(200):
         rng = random.Random(seed)
         pieces = [rng.choice((1, 3, 30, 90)) for _ in range(400)]
@@ -283,7 +284,7 @@ def test_fit_finds_the_greatest_number_or_leaves_little():
             assert used(found + 1) > tokens or used(found) >= (1 - SLACK) * tokens
 
 
-def test_pieces_can_be_had_again():
+def test_pieces_can_be_read_again():
     pieces = Pieces(iter("abcdef"))
     assert pieces.first(4) == list("abcd")
     assert pieces.first(2) == list("ab")
@@ -323,17 +324,17 @@ def test_essays_do_not_repeat_themselves():
 
 
 def test_no_word_is_part_of_another():
-    """Or an answer could hold a reference by chance."""
+    """Otherwise an answer could contain a reference by chance."""
     every = [*words.ADJECTIVES, *words.NOUNS]
     assert len(set(every)) == len(every)
     assert not [(one, other) for one in every for other in every if one != other and one in other]
 
 
-# Unlike what mappers are trained on.
+# The texts differ from those that mappers are trained on.
 
 
 def runs(text: str, count: int) -> set[tuple[str, ...]]:
-    """All so many words in a row."""
+    """All runs of ``count`` words in the text."""
     found = re.findall(r"[a-z']+", text.lower())
     return set(zip(*(found[start:] for start in range(count)), strict=False))
 
@@ -383,6 +384,6 @@ def test_the_tasks_fit_a_real_tokenizer():
     for name, task in TASKS.items():
         for tokens in (256, 1024, 4096):
             used = real(task.make(tokens, real, 0, 0).context)
-            # Functions and UUIDs are not cut: three or four of them fill 256 tokens.
+            # Functions and UUIDs are not cut, and three or four of them fill 256 tokens.
             least = 0.7 if tokens == 256 and name in ("function", "niah_multikey_3") else 0.9
             assert least * tokens <= used <= tokens, (name, tokens, used)
