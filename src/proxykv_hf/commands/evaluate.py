@@ -21,12 +21,13 @@ from ..bench.measure import environment
 from ..bench.report import check_writable
 from ..chat import encode
 from ..errors import InvalidInputError
+from ..evaluation.cells import WHOLE, Cell
 from ..evaluation.methods import FULL, METHODS, Method, check_methods, make_methods
 from ..evaluation.metrics import METRICS, check_metric
 from ..evaluation.prompts import wording_fingerprint
 from ..evaluation.readers import FORMATS, Reading, read
 from ..evaluation.rows import FORMAT, RowFile
-from ..evaluation.runner import ALLOCATIONS, WHOLE, Case, Cell, Runner, make_cells
+from ..evaluation.runner import ALLOCATIONS, Case, Runner, make_cells
 from ..evaluation.sole import sole_use
 from ..evaluation.task import Example
 from ..evaluation.tasks import TASKS

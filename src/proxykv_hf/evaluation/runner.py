@@ -18,8 +18,7 @@ from ..errors import InvalidInputError
 from ..geometry import ModelGeometry, device_of, max_positions
 from ..scorers.random import RandomScorer
 from .answers import Answer, ask, batches
-from .cells import WHOLE as WHOLE
-from .cells import Cell as Cell
+from .cells import WHOLE, Cell
 from .methods import Allocation, Method
 from .prompts import Sitting, sittings
 from .rows import Key, Row, key_of
