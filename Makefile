@@ -3,6 +3,7 @@
 # make check    ruff and mypy
 # make oldest   the quick part on the oldest supported releases (.venv-oldest)
 # make newest   the quick part on the newest releases of all dependencies (.venv-newest, made anew each time)
+# make release TRANSFORMERS=5.20.2   the quick part on one release of transformers (.venv-release)
 # make lock     renews the two locks, requirements/locked.txt and requirements/oldest.txt
 # make demo     answers from a cache cut to a fifth, a small model choosing; PAIR=qwen2.5-coder for the larger pair
 # make setup    only the environment
@@ -20,9 +21,10 @@ PAIR ?= smollm2
 VENV := .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+RELEASE := .venv-release
 LOCKER := .venv-lock
 
-.PHONY: setup test quick check oldest newest lock demo clean
+.PHONY: setup test quick check oldest newest release lock demo clean
 
 setup: $(VENV)/.done
 
@@ -82,6 +84,13 @@ newest:
 	$(NEWEST)/bin/pip list --format=freeze | grep -iE "^(torch|transformers|accelerate|huggingface_hub|safetensors|numpy)=="
 	$(NEWEST)/bin/python -m pytest -m "not slow"
 
+$(RELEASE)/.done: pyproject.toml requirements/locked.txt requirements/torch.txt
+	$(call install_locked,$(RELEASE),requirements/locked.txt,$(TORCH))
+
+release: $(RELEASE)/.done
+	$(RELEASE)/bin/pip install --quiet "transformers==$(TRANSFORMERS)"
+	$(RELEASE)/bin/python -m pytest -m "not slow"
+
 # $(1) a lock, $(2) uv's options for it
 define compile_lock
 	$(LOCKER)/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --extra dev --upgrade \
@@ -95,4 +104,4 @@ lock:
 	$(call compile_lock,requirements/oldest.txt,--resolution lowest-direct)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(LOCKER) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(RELEASE) $(LOCKER) .pytest_cache .mypy_cache .ruff_cache

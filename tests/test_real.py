@@ -121,7 +121,6 @@ def test_the_readmes_code_runs(smollm2, tmp_path, monkeypatch, capsys):
     code = code.replace('"mappers/', f'"{root}/mappers/')
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the older spelling, which works on every version
         warnings.simplefilter("ignore", ProxyKVWarning)  # the Hub's weights are not those of the mapper's training
         exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out

@@ -26,7 +26,7 @@ cache = ProxyPrunedCache.from_pretrained(
     tokenizer=tokenizer,
     retention_ratio=0.2,
 )
-model.generate(**inputs, past_key_values=cache)
+with_proxykv(model).generate(**inputs, cache=cache)
 ```
 
 | | |
