@@ -215,7 +215,7 @@ def test_a_cache_is_not_pickled(model):
 
     with (
         ProxyPrunedCache(model, RandomScorer(), policy()) as cache,
-        pytest.raises(TypeError, match=r"save\(folder\) and load\(\)"),
+        pytest.raises(TypeError, match=r"use save\(folder\) and load\(\)"),
     ):
         pickle.dumps(cache)
 
