@@ -243,7 +243,7 @@ def test_a_four_dimensional_mask_is_refused(model):
 def test_another_number_of_rows_is_refused(model):
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
         cache.prefill(random_ids(1, TOKENS))
-        with pytest.raises(InvalidInputError, match=r"expected 1 rows .* got 2: fork\(n\)"):
+        with pytest.raises(InvalidInputError, match=r"expected 1 rows, .* got 2: fork\(n\)"):
             call_forward(model, input_ids=random_ids(2, 1), cache=cache)
 
 
@@ -257,7 +257,7 @@ def test_crop_into_the_pruned_part_is_refused_and_changes_nothing(model, allocat
         assert cache.get_seq_length() == TOKENS + 3
         cache.crop(-3)
         assert cache.get_seq_length() == TOKENS
-        with pytest.raises(InvalidInputError, match="expected 0 or a negative number"):
+        with pytest.raises(InvalidInputError, match="expected 0 or less, got 3"):
             cache.crop(3)
 
 

@@ -1,6 +1,6 @@
-"""`ProxyPrunedCache`: a transformers cache that scores a prompt's KV pairs and keeps the best of them.
+"""`ProxyPrunedCache`: a transformers cache that scores the KV pairs of a prompt and keeps the best of them.
 
-What a user calls is here. `prunable` holds what transformers calls.
+This file holds the methods that a user calls. `prunable` holds those that transformers calls.
 """
 
 from __future__ import annotations
@@ -35,30 +35,40 @@ from .storage import storage_bytes
 
 
 class ProxyPrunedCache(PrunableCache):
-    """A cache for ``model.generate(..., cache=cache)`` that keeps a share of the prompt.
+    """A KV cache for ``model.generate(..., cache=cache)`` that keeps only the best KV pairs of the prompt.
+
+    The scorer rates the KV pairs of the prompt. The cache keeps the best ones, as many as the policy allows, and frees
+    the memory of the others. The KV pairs of all later tokens are kept.
 
     Args:
-        target: M_l, the model that generates; its attention implementation is ours until the last
-            cache on it is closed or collected.
-        scorer: Rates the prompt's KV pairs; None only for a cache that will never prefill.
-        policy: How much is kept.
-        tokenizer: The target's, for scorers that need one.
-        context: What may be evicted, in each row's own positions (without padding); all by default.
-            Tokens outside are kept and do not count in the budget's total.
-        strict: Raise if scoring fails, instead of going on uncompressed with a `ProxyKVWarning`.
-        timeout: Seconds to wait for scores, before the target's prefill and once it is over; after them scoring
-            has failed, as soon as the layer in hand, or the mapper, is through.
-        schedule: When a scorer's proxy runs: ``"overlap"``, beside the target's prefill; ``"proxy_first"``,
-            before it, for the lowest peak memory; ``"sequential"``, after it, for measuring. By default
-            ``"proxy_first"`` if both would compute on the same CPU cores, else ``"overlap"``.
+        target: M_l, the model that generates. Its attention implementation is replaced until the last cache on this
+            model is closed or garbage-collected.
+        scorer: Rates the KV pairs of the prompt. It may be None if the cache never prefills, or if `prefill` is given
+            its scorers.
+        policy: How much of the prompt is kept.
+        tokenizer: The target's tokenizer, for scorers that need one.
+        context: The part of the prompt that may be evicted: one span ``(start, stop)`` for all rows or one per row, in
+            the row's own positions (padding is not counted). By default the whole prompt. Tokens outside the context
+            are always kept, and the budget is a share of the context alone.
+        strict: If true, an error is raised when scoring fails. If false, the cache stays uncompressed and a
+            `ProxyKVWarning` tells why.
+        timeout: Seconds to wait for scores, before and after the target's prefill together; None waits as long as it
+            takes. When the time is over, scoring has failed. The proxy still finishes the layer or the mapper call that
+            it is in.
+        schedule: When the scorer's proxy runs. ``"overlap"``: at the same time as the target's prefill.
+            ``"proxy_first"``: before it, for the lowest peak memory. ``"sequential"``: after it, for measurements. By
+            default ``"proxy_first"`` if both models would compute on the same CPU cores, else ``"overlap"``.
 
     Raises:
         UnsupportedModelError: The target has no KV cache that can be pruned.
         InvalidPolicyError: ``policy`` is not a `RetentionPolicy`.
-        InvalidInputError: A schedule, timeout or context that is none.
+        InvalidInputError: ``schedule``, ``timeout`` or ``context`` is not valid.
+        TypeError: ``target`` is not a loaded model, or ``scorer`` is not a scorer.
 
-    Stock ``generate`` does not say where a prefill ends. A last chunk of one token counts as its
-    continuation, and so does a follow-up after ``max_new_tokens=1``: call ``report()`` in between.
+    Stock ``generate`` does not tell the cache where the prefill ends, so the cache has to guess. A forward of one token
+    ends the prefill, even if it is the last chunk of a chunked prefill. A forward of several tokens continues it, even
+    if it is a follow-up turn after ``max_new_tokens=1``. Call `expect` before ``generate``, or `report` before the
+    follow-up turn, to end the prefill at the right place.
     """
 
     def __init__(
@@ -103,28 +113,34 @@ class ProxyPrunedCache(PrunableCache):
         dtype: torch.dtype | None = None,
         threads: int | None = None,
     ) -> ProxyPrunedCache:
-        """A cache whose scorer is a small model, through a trained mapper.
+        """Make a cache whose scorer is a `ProxyScorer`: a small model and a trained mapper.
 
         Args:
-            mapper: A Hub id, or a folder. Its config names the proxy.
+            mapper: A Hub id, or a folder. The mapper's config names the proxy.
             target: The model that generates.
-            tokenizer: The target's, to be compared with the proxy's.
-            policy: How much is kept; or ``retention_ratio`` for a default policy of that ratio.
-            retention_ratio: See ``policy``; 0.3 if neither is given.
-            context: As in the constructor.
-            strict: The same.
-            timeout: The same.
-            schedule: The same.
-            proxy: In place of the proxy that the mapper's config names, see `ProxyScorer.from_pretrained`.
-            revision: Of the mapper, likewise.
-            device: Of the proxy, likewise.
-            dtype: The same.
-            threads: CPU threads of the proxy's lane.
+            tokenizer: The target's tokenizer. It is compared with the proxy's.
+            policy: How much of the prompt is kept. Give ``policy`` or ``retention_ratio``, not both.
+            retention_ratio: The share of the context's KV pairs that is kept, in (0, 1]. 0.3 if neither
+                ``retention_ratio`` nor ``policy`` is given.
+            context: The part of the prompt that may be evicted, see `ProxyPrunedCache`. By default the whole prompt.
+            strict: Raise an error if scoring fails, instead of leaving the cache uncompressed with a warning.
+            timeout: Seconds to wait for scores; None waits as long as it takes.
+            schedule: When the proxy runs: ``"overlap"``, ``"proxy_first"`` or ``"sequential"``, see
+                `ProxyPrunedCache`.
+            proxy: A folder, a Hub id or a loaded model, in place of the proxy that the mapper's config names. See
+                `ProxyScorer.from_pretrained`.
+            revision: The mapper's revision on the Hub.
+            device: The device of a proxy that is loaded here. By default the target's device.
+            dtype: The dtype of a proxy that is loaded here. By default the target's dtype.
+            threads: CPU threads that the proxy uses; None for as many as torch uses elsewhere.
 
         Raises:
-            InvalidInputError: No mapper there.
-            InvalidPolicyError: Both ratio and policy, or a wrong ratio.
+            InvalidInputError: ``mapper`` holds no mapper, or torch cannot compute on ``device``.
+            InvalidPolicyError: Both ``policy`` and ``retention_ratio`` are given, or the ratio is not valid.
             GeometryError: The mapper was trained for another target or proxy.
+            UnsupportedModelError: The target has no KV cache that can be pruned, or its first layers cannot be the
+                proxy.
+            TypeError: ``target`` is not a loaded model.
         """
         from ..scorers.proxy import ProxyScorer
 
@@ -153,31 +169,35 @@ class ProxyPrunedCache(PrunableCache):
         prune: bool = True,
         scorers: Mapping[str, Scorer] | None = None,
     ) -> dict[str, Tensor]:
-        """Run the target over a prompt, score it, and prune.
+        """Run the target over a prompt, score the prompt's KV pairs, and prune the cache.
 
         Args:
-            input_ids: `[B, N]`.
-            attention_mask: `[B, N]`, padding on either side, or None.
-            context: As in the constructor, for this prompt.
-            prune: False leaves the cache whole, for `compress`.
-            scorers: With ``prune=False``: scorers by name, all run over this one prefill; by default
-                the cache's own.
+            input_ids: `[B, N]`, the prompt.
+            attention_mask: `[B, N]`, with padding on the left or on the right; None without padding.
+            context: The part of this prompt that may be evicted. By default the cache's ``context``.
+            prune: If false, the cache stays whole, and `compress` makes pruned copies of it.
+            scorers: Scorers by name, which all score this one prefill. By default the cache's own scorer. Only allowed
+                with ``prune=False``.
 
-        Returns: scores by scorer's name, `[R, L, H, N]`, R distinct rows in order of appearance,
-            columns left-padded; empty if scoring failed and the cache is uncompressed.
+        Returns: the scores `[R, L, H, N]` by the scorer's name, for R distinct rows in order of first appearance and N
+            left-padded columns. Empty if scoring failed and the cache is uncompressed.
 
         Raises:
-            InvalidInputError: An empty prompt, a mask of another shape, a context outside the prompt.
-            ScoringError: Scoring failed and the cache is strict, or ``prune`` is false.
+            CacheStateError: The cache is not empty, is closed, or has no scorer.
+            InvalidInputError: The prompt is empty, the mask has another shape, the context lies outside the prompt, or
+                ``scorers`` is given with ``prune=True``.
+            ScoringError: Scoring failed, and the cache is strict or ``prune`` is false.
         """
         self._check_usable()
         self._life.check_empty()
         if scorers is not None and prune:
-            raise InvalidInputError("scorers are compared over a whole cache: pass prune=False with them")
+            raise InvalidInputError(
+                "expected scorers only with prune=False, got them with prune=True: pass prune=False"
+            )
         input_ids, attention_mask = left_pad(input_ids, attention_mask)
         context = self.context if context is None else context
         shape = (input_ids.shape[0], input_ids.shape[1])
-        read_prompt(input_ids, attention_mask, None, context, shape)  # refuses a wrong context before any work
+        read_prompt(input_ids, attention_mask, None, context, shape)  # refuses a wrong context before the target runs
         device = device_of(self.target.get_input_embeddings())
         inputs: dict[str, Any] = {"input_ids": input_ids.to(device)}
         if attention_mask is not None:
@@ -194,7 +214,15 @@ class ProxyPrunedCache(PrunableCache):
             raise
 
     def expect(self, tokens: int) -> None:
-        """Say how many tokens (columns) the prompt of a stock ``generate`` has: then its end needs no guess."""
+        """Tell the cache where the prefill of a stock ``generate`` ends, so that it does not have to guess.
+
+        Args:
+            tokens: The length of the prompt in tokens (columns), at least 1.
+
+        Raises:
+            CacheStateError: The cache is not empty, or is closed.
+            InvalidInputError: ``tokens`` is less than 1.
+        """
         self._check_usable()
         self._life.check_empty()
         if tokens < 1:
@@ -202,24 +230,27 @@ class ProxyPrunedCache(PrunableCache):
         self._prefill.expected = tokens
 
     def compress(self, scores: Tensor, policy: RetentionPolicy | Sequence[RetentionPolicy]) -> ProxyPrunedCache:
-        """A pruned copy of this whole cache, which stays whole.
+        """Make a pruned copy of this cache, which itself stays whole.
 
         Args:
-            scores: `[R, L, H, N]` as ``prefill(..., prune=False)`` returns them.
-            policy: How much the copy keeps. A list of n policies, for a cache of one row, makes a copy of n rows:
-                the same prompt kept in n ways, each by its own row of ``scores`` `[n, L, H, N]` and its own policy.
+            scores: `[R, L, H, N]`, as ``prefill(..., prune=False)`` returns them.
+            policy: How much the copy keeps. For a cache of one row, it may be a list of n policies. The copy then has n
+                rows: the same prompt, pruned in n ways. Row i follows ``policy[i]`` and row i of ``scores``
+                `[n, L, H, N]`.
+
+        Returns: the pruned copy. It is a cache of its own and is closed on its own.
 
         Raises:
-            CacheStateError: The cache is empty or pruned already, or has several rows where a list is given.
-            InvalidPolicyError: What is no policy, or an empty list.
-            ScoringError: Scores of a wrong shape, or with NaN.
+            CacheStateError: The cache is empty or pruned already, or a list is given for a cache of several rows.
+            InvalidPolicyError: ``policy`` is neither a `RetentionPolicy` nor a list of at least one.
+            ScoringError: The scores have a wrong shape, or hold NaN.
         """
         self._settle()
         kept = self._kept
         if kept is None or kept.packed is not None or self._is_ragged():
             raise CacheStateError(
-                "expected a whole cache, whose rows are not shared: make one with prefill(..., prune=False), and "
-                "fork(n) what compress() returns"
+                "expected a whole cache, whose rows are not shared, got one that is empty, pruned, or forked with "
+                "n > 1: make one with prefill(..., prune=False), and call fork(n) on what compress() returns"
             )
         for one in policy if isinstance(policy, Sequence) else [policy]:
             check_policy(one)
@@ -239,13 +270,20 @@ class ProxyPrunedCache(PrunableCache):
         return twin
 
     def fork(self, n: int = 1) -> ProxyPrunedCache:
-        """An independent copy that shares what it holds until it is written.
+        """Make an independent copy, which shares memory with this cache until one of them is written.
 
-        With ``n``, each row n times over: the copies share full-attention layers for good, one pass over them
-        serves all copies, and what they share cannot be cropped or compressed.
+        Args:
+            n: How many times the copy holds each row, at least 1. With n > 1, the copies of a row share their
+                full-attention layers for good. One pass over these layers serves all copies of a row. What the copies
+                share cannot be cropped or compressed.
+
+        Returns: the copy. It is a cache of its own and is closed on its own.
+
+        Raises:
+            InvalidInputError: ``n`` is less than 1.
         """
         if n < 1:
-            raise InvalidInputError(f"expected at least one row a row, got fork({n})")
+            raise InvalidInputError(f"expected n of at least 1, the copies of each row, got fork({n})")
         self._settle()
         twin = self._twin(self.policy)
         if n > 1:
@@ -254,10 +292,10 @@ class ProxyPrunedCache(PrunableCache):
         return twin
 
     def _share_rows(self) -> None:
-        """Make the full-attention layers such that copies of a row cost nothing."""
+        """Change the full-attention layers so that copies of a row take no memory."""
         if self._kept is None or self._is_ragged():
             return
-        if self._kept.prompt.padded:  # whole, and without its padding it is ragged
+        if self._kept.prompt.padded:  # the padding is left out, so the layers become ragged
             self._pruner = self._kept.pruner(self._kept.mask(), ragged=True)
             self._prune_layers()
         else:
@@ -265,14 +303,14 @@ class ProxyPrunedCache(PrunableCache):
                 layer.share_rows()
 
     def _twin(self, policy: RetentionPolicy) -> ProxyPrunedCache:
-        """A ready or empty cache with this one's content, memory shared until written."""
+        """A cache with the content of this one, ready or empty. Both share memory until one of them is written."""
         twin = type(self)(self.target, self.scorer, policy, tokenizer=self.tokenizer, **self._options())
         layers = [layer.fork() if isinstance(layer, PrunedLayer) else copy.copy(layer) for layer in self.layers]
         twin._take_over(layers, self._kept, self._usage.fork())
         return twin
 
     def _options(self) -> dict[str, Any]:
-        """The constructor's arguments that a file holds too."""
+        """The constructor's arguments that a saved cache holds too."""
         return {
             "context": self.context,
             "strict": self.strict,
@@ -281,18 +319,25 @@ class ProxyPrunedCache(PrunableCache):
         }
 
     def _take_over(self, layers: list[Any], kept: Kept | None, usage: Usage) -> None:
-        """Become ready with the content of another cache, or stay empty if that is empty."""
+        """Take the content of another cache; then this cache is ready, or empty if the other one is."""
         self.layers, self._kept, self._usage = layers, kept, usage
         if kept is not None:
             self._life.phase = Phase.READY
         self._note_peak()
 
     def kept_indices(self, layer: int, row: int = 0) -> list[Tensor]:
-        """M: per head of a full-attention layer the prompt positions kept, ascending, in the row's own positions.
+        """The prompt positions that one full-attention layer keeps for a row (M in the paper).
+
+        Args:
+            layer: The layer's index in the model.
+            row: The batch row.
+
+        Returns: H tensors `[K]`, one for each KV head: the positions it keeps, ascending, in the row's own positions
+            (padding is not counted).
 
         Raises:
             CacheStateError: The cache is empty.
-            InvalidInputError: No such layer, or one with a sliding window.
+            InvalidInputError: There is no such layer, or it has a sliding window.
         """
         self._settle()
         if self._kept is None:
@@ -300,7 +345,7 @@ class ProxyPrunedCache(PrunableCache):
         return self._kept.indices(layer, row)
 
     def report(self) -> CacheReport:
-        """Tokens, bytes and seconds so far; settles a prefill that is waiting to be pruned."""
+        """Report tokens, bytes and seconds so far. If a prefill still waits to be scored and pruned, this ends it."""
         self._settle()
         self._note_peak()
         seen: list[int] = []
@@ -323,7 +368,10 @@ class ProxyPrunedCache(PrunableCache):
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write the cache to ``folder``, from where `load` reads it.
+        """Write the cache to a file, which `load` reads.
+
+        Args:
+            folder: The folder for the file. It is made if it is missing.
 
         Raises:
             CacheStateError: The cache is empty.
@@ -343,18 +391,20 @@ class ProxyPrunedCache(PrunableCache):
         scorer: Scorer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> ProxyPrunedCache:
-        """A cache that `save` wrote, put where the target's layers are, in the target's dtype.
+        """Load a cache that `save` wrote, onto the devices of the target's layers and in the target's dtype.
 
         Args:
             folder: The folder that was given to `save`.
-            target: The model that made it.
-            scorer: Only needed to ``reset()`` the cache and to prefill anew.
-            tokenizer: Likewise.
+            target: The model that made the cache.
+            scorer: The scorer for a new prefill after ``reset()``. The loaded content does not need one.
+            tokenizer: The target's tokenizer, if the scorer needs one.
 
         Raises:
-            FileNotFoundError: No cache in ``folder``.
-            CacheStateError: The file is damaged, or of another format.
-            GeometryError: A model of another geometry made it. Other weights are a `ProxyKVWarning`.
+            FileNotFoundError: ``folder`` holds no cache.
+            CacheStateError: The file is damaged, or has another format.
+            GeometryError: The cache was made by a model of another geometry.
+
+        If the cache was made by other weights of the same geometry, a `ProxyKVWarning` says so.
         """
         saved = read_snapshot(Path(folder), target)
         cache = cls(target, scorer, saved.policy, tokenizer=tokenizer, **saved.options)
@@ -362,7 +412,7 @@ class ProxyPrunedCache(PrunableCache):
         return cache
 
     def close(self) -> None:
-        """Free the memory and let go of the target; the cache cannot be used any more."""
+        """Free the cache's memory and give the target its own attention back. A closed cache cannot be used again."""
         self._let_go(Phase.CLOSED)
 
     def __enter__(self) -> ProxyPrunedCache:
@@ -374,7 +424,7 @@ class ProxyPrunedCache(PrunableCache):
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError("a ProxyPrunedCache belongs to a model and cannot be pickled: save(folder) and load() do it")
+        raise TypeError("a ProxyPrunedCache belongs to a model and cannot be pickled: use save(folder) and load()")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProxyPrunedCache:
         memo[id(self)] = twin = self.fork()
@@ -385,7 +435,7 @@ class ProxyPrunedCache(PrunableCache):
 
 
 def _bytes_full(layer: Any) -> int:
-    """Bytes that the layer would hold had it kept all that it has seen."""
+    """Bytes that the layer would hold if it had kept everything it has seen."""
     if not layer.is_initialized:
         return 0
     if not isinstance(layer, PrunedLayer):

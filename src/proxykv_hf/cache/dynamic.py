@@ -1,4 +1,4 @@
-"""Shrink a plain `DynamicCache` that somebody already holds."""
+"""Prune a plain `DynamicCache` in place."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ def prune_dynamic_cache(
     attention_mask: Tensor | None = None,
     context: Context | None = None,
 ) -> None:
-    """Keep the best of a prefilled `DynamicCache`, in place; it can be used as before.
+    """Keep only the best KV pairs of a prefilled `DynamicCache`, in place. The cache can be used as before.
 
     Args:
-        cache: Prefilled, and used by nobody meanwhile.
-        scores: `[B, L, H, N]`, higher is kept; rows of sliding-window layers are ignored.
+        cache: A prefilled cache. Nothing else may use it during the call.
+        scores: `[B, L, H, N]`; KV pairs with higher scores are kept. The scores of sliding-window layers are ignored.
         policy: How much is kept.
-        target: The model that made the cache. Needed where heads or rows keep different numbers
-            (``allocation="global"``, padding): their attention is ours, and ``target`` has it until
-            the cache is collected.
-        attention_mask: `[B, N]` over all that the cache holds, left-padded, where rows have padding.
-        context: What may be evicted, in each row's own positions.
+        target: The model that made the cache. It is needed if heads or rows keep different numbers of KV pairs
+            (``allocation="global"``, or padding). Its attention implementation is then replaced until the cache is
+            garbage-collected.
+        attention_mask: `[B, N]` over all tokens that the cache holds, left-padded; None without padding.
+        context: The part that may be evicted: one span ``(start, stop)`` for all rows or one per row, in the row's own
+            positions (padding is not counted). By default everything.
 
     Raises:
-        CacheStateError: An empty cache, one that is pruned already, or one that offloads its layers.
-        ScoringError: Scores of a wrong shape, or with NaN.
-        InvalidInputError: A target is needed and none was given, or a mask of another shape.
+        CacheStateError: The cache is empty, pruned already, or offloads its layers, or is not a plain `DynamicCache`.
+        ScoringError: The scores have a wrong shape, or hold NaN.
+        InvalidInputError: ``target`` is needed and missing, the mask has another shape, or the context lies outside a
+            row.
         InvalidPolicyError: ``policy`` is not a `RetentionPolicy`.
     """
     check_policy(policy)
@@ -52,13 +54,16 @@ def prune_dynamic_cache(
         )
     if cache.offloading:
         raise CacheStateError(
-            "expected a DynamicCache whose layers stay where they are, got one with offloading=True, which moves each "
-            "layer between two forwards, and a pruned one cannot be moved: make it without"
+            "expected a DynamicCache whose layers stay on their device, got one with offloading=True, which moves "
+            "layers, and pruned layers cannot be moved: make the cache without offloading"
         )
     layers: list[Any] = cache.layers
     places = [index for index, layer in enumerate(layers) if not isinstance(layer, DynamicSlidingWindowLayer)]
     if not places or any(type(layers[i]) is not DynamicLayer or not layers[i].is_initialized for i in places):
-        raise CacheStateError("expected a prefilled cache with full-attention layers that are whole")
+        raise CacheStateError(
+            "expected a prefilled cache whose full-attention layers are whole, got one that is empty or pruned "
+            "already: make a new DynamicCache and run the model over the prompt with it"
+        )
     batch, heads, tokens, _ = layers[places[0]].keys.shape
     expected = (batch, len(layers), heads, tokens)
     if tuple(scores.shape) != expected:
@@ -71,23 +76,23 @@ def prune_dynamic_cache(
     prompt, rows = read_prompt(None, attention_mask, None, context, (batch, tokens))
     scores = scores[:, places]
     if any(scores[row, :, :, pad:].isnan().any() for row, pad in enumerate(prompt.pads)):
-        raise ScoringError("the scores hold NaN")
+        raise ScoringError("expected scores that are numbers, got scores that hold NaN: check what computes them")
     keep, over_budget = keep_masks(scores, prompt, [policy] * len(prompt.lengths))
     ragged = is_ragged(keep, prompt)
     if ragged and target is None:
         raise InvalidInputError(
-            "heads or rows keep different numbers of tokens, and their attention needs the model: pass "
-            "target=model, or use allocation='uniform' on a prompt without padding"
+            "expected a target, since heads or rows keep different numbers of tokens, got none: pass target=model, or "
+            "use allocation='uniform' on a prompt without padding"
         )
     warn_over_budget(over_budget)
     if keep.all():
         return
     lease = Lease(target) if ragged and target is not None else None
     pruner = Pruner(keep, rows, ragged, places)
-    # All are made before one is put in: an error on the way must not leave a cache of two lengths.
+    # Prune all layers before the first one is replaced: an error must not leave the cache half pruned.
     smaller = [pruner.prune(index, layers[index].keys, layers[index].values) for index in places]
     for index, pruned in zip(places, smaller, strict=True):
         pruned.lease = lease
         layers[index] = pruned
-    for index in set(range(len(layers))) - set(places):  # a sliding layer's view would hold the whole prompt
+    for index in set(range(len(layers))) - set(places):  # a view would keep the whole prompt in memory
         layers[index].keys, layers[index].values = own(layers[index].keys), own(layers[index].values)

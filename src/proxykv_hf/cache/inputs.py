@@ -1,4 +1,4 @@
-"""What a forward with a cache is given: checked, and its mask put right, before any work."""
+"""Checks the arguments of a forward that uses a cache, and corrects its attention mask, before the model runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from torch import Tensor
 from ..errors import InvalidInputError
 from .prompt import Prompt
 
-#: Arguments of a forward whose last dimension counts tokens.
+#: Forward arguments whose last dimension counts tokens.
 TOKEN_ARGUMENTS = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 def without_seen(kwargs: Mapping[str, Any], seen: int) -> dict[str, Tensor]:
-    """What to change in a forward that brings all tokens though the cache has ``seen`` of them; else nothing.
+    """Remove the tokens that the cache has seen from a forward that brings all tokens again.
 
-    The first forward of transformers' assisted decoding does, whatever the cache holds. Its positions, which
-    start over, tell it from a continuation.
+    The first forward of transformers' assisted decoding brings all tokens, whatever the cache holds. Its positions
+    start at 0 again, which tells it from a continuation.
 
     Args:
-        kwargs: The forward's.
-        seen: At least 1.
+        kwargs: The forward's keyword arguments.
+        seen: Tokens that the cache has seen, at least 1.
+
+    Returns: the keyword arguments to replace; empty for every other forward.
 
     Raises:
         InvalidInputError: There are no new tokens to predict from.
@@ -35,39 +37,46 @@ def without_seen(kwargs: Mapping[str, Any], seen: int) -> dict[str, Tensor]:
     wanted = max(logits, 1) if isinstance(logits, int) else 1
     if ids.shape[1] - seen < wanted:
         raise InvalidInputError(
-            f"assisted decoding over a filled cache wants all tokens, those seen and new ones: expected more than the "
-            f"{seen} seen, got {ids.shape[1] - wanted + 1}"
+            f"expected more than the {seen} seen, got {ids.shape[1] - wanted + 1} tokens: assisted decoding over a "
+            "filled cache needs all tokens, the seen ones and at least one new one"
         )
     given = {name: kwargs.get(name) for name in TOKEN_ARGUMENTS}
     return {name: value[..., seen:] for name, value in given.items() if value is not None}
 
 
 def check_input(call: Mapping[str, Any], rows: int, seen: int, ragged: bool) -> tuple[int, int]:
-    """The shape ``(B, q)`` of a forward's input.
+    """Check that the input of a forward fits what the cache holds.
 
     Args:
         call: The forward's arguments by name.
-        rows: Rows that the cache holds; 0 while it is empty.
-        seen: Tokens that it has seen.
-        ragged: Whether its heads keep, or will keep, different numbers of tokens.
+        rows: Batch rows that the cache holds; 0 while it is empty.
+        seen: Tokens that the cache has seen.
+        ragged: Whether the cache's heads keep, or will keep, different numbers of tokens.
+
+    Returns: the shape ``(B, q)`` of the input.
 
     Raises:
-        InvalidInputError: It does not fit what the cache holds.
+        InvalidInputError: The input does not fit.
     """
     given = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if given is None or given.ndim < 2 or given.shape[1] == 0:
         more = (
-            f" beyond the {seen} that the cache has seen: to begin anew call reset() or make another cache"
+            f" beyond the {seen} that the cache has seen: to start again, call reset() or make a new cache"
             if seen
             else ""
         )
         raise InvalidInputError(f"expected input_ids [batch, tokens] with at least one token, got none{more}")
     batch, tokens = given.shape[:2]
     if rows and batch != rows:
-        raise InvalidInputError(f"expected {rows} rows as the cache holds, got {batch}: fork(n) makes a cache of more")
+        raise InvalidInputError(
+            f"expected {rows} rows, as many as the cache holds, got {batch}: fork(n) makes a cache of more rows"
+        )
     mask = call.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        raise InvalidInputError("expected a 2-D attention_mask [batch, tokens seen and new], or none")
+        got = f"{mask.ndim}-D" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InvalidInputError(
+            f"expected a 2-D attention_mask [batch, tokens seen and new], got {got}: pass a 2-D mask or none"
+        )
     if mask is not None and mask.shape != (batch, seen + tokens):
         raise InvalidInputError(
             f"expected attention_mask [{batch}, {seen + tokens}], over the {seen} tokens seen (not only those "
@@ -75,25 +84,27 @@ def check_input(call: Mapping[str, Any], rows: int, seen: int, ragged: bool) -> 
         )
     if ragged and call.get("output_attentions"):
         raise InvalidInputError(
-            "heads that keep different numbers of tokens have no attention matrices to return: drop "
-            "output_attentions, or use allocation='uniform' on a prompt without padding"
+            "expected no output_attentions, since heads that keep different numbers of tokens have no attention "
+            "matrices to return: leave it out, or use allocation='uniform' on a prompt without padding"
         )
     return batch, tokens
 
 
 def mask_as_held(mask: Tensor | None, prompt: Prompt, rows: Tensor) -> Tensor | None:
-    """A continuation's mask with the prompt's padding where the cache has it, or None if it is there.
+    """Move the padding in a continuation's attention mask to where the cache has it.
 
-    ``prefill`` moves padding to the left, and the mask that the caller has may still show it on the
-    right. What was kept is seen by all later tokens, so no other mask of the prompt can be honoured.
+    ``prefill`` moves padding to the left, while the caller's mask may still show it on the right. All later tokens see
+    all KV pairs that were kept, so a mask cannot hide other tokens of the prompt.
 
     Args:
-        mask: `[B, N]`, over all tokens seen and new, or None.
-        prompt: The cache's.
-        rows: `[B]`, each batch row's distinct row.
+        mask: `[B, N]` over all tokens, seen and new, or None.
+        prompt: The cache's prompt.
+        rows: `[B]`, the distinct row of each batch row.
+
+    Returns: the corrected mask `[B, N]`, or None if nothing needs to change.
 
     Raises:
-        InvalidInputError: Another number of the prompt's tokens is masked than padding.
+        InvalidInputError: The mask hides another number of the prompt's tokens than its padding has.
     """
     if mask is None:
         return None

@@ -1,4 +1,4 @@
-"""Which KV pairs of a prompt are kept: the decision, and how it follows the batch's rows."""
+"""The decision which KV pairs of a prompt are kept, and how it follows the rows of the batch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .scores import checked_scores
 class Kept:
     """M of the paper (arXiv 2605.16360): what a cache keeps of its prompt, for each distinct row, layer and head.
 
-    An object is never changed, so a cache and its forks may share one.
+    An instance is never changed, so a cache and its forks can share it.
 
     Args:
-        prompt: The prompt's R distinct rows of P columns, without their tokens.
+        prompt: The prompt's R distinct rows of P columns, without token ids.
         rows: `[B]`, the distinct row of each batch row.
-        geometry: The target's.
-        packed: `[R, L_full, H, ceil(P / 8)]`, the kept mask as bits, see `retention.pack_mask`; None while everything
+        geometry: The target's geometry.
+        packed: `[R, L_full, H, ceil(P / 8)]`, the kept mask as bits, see `retention.pack_mask`. None while everything
             is kept.
-        over_budget: KV pairs that protection keeps beyond the budget.
+        over_budget: Number of KV pairs that are kept beyond the budget because they are protected.
     """
 
     prompt: Prompt
@@ -39,29 +39,30 @@ class Kept:
     over_budget: int = 0
 
     def decide(self, scores: Tensor, policy: RetentionPolicy) -> tuple[Kept, Pruner | None]:
-        """Decide what is kept by a policy.
+        """Decide what is kept, by the same policy in every row.
 
         Args:
             scores: `[R, L, H, P]`, see `checked_scores`.
-            policy: The budget of every row.
+            policy: How much of each row is kept.
 
-        Returns: the decision, and what prunes the layers by it; None if everything is kept.
-
+        Returns: the decision, and the `Pruner` that prunes layers by it, or None if everything is kept.
         """
         kept, keep = self._masked(scores, [policy] * len(self.prompt.lengths))
         return kept, None if keep.all() else kept.pruner(keep, is_ragged(keep, self.prompt))
 
     def decide_each_way(self, scores: Tensor, policies: Sequence[RetentionPolicy]) -> tuple[Kept, Pruner]:
-        """Decide what is kept of one row in n ways, which become n rows.
+        """Decide in n ways what is kept of one row. Each way becomes a row of the result.
 
         Args:
-            scores: `[n, L, H, P]`.
-            policies: n of them.
+            scores: `[n, L, H, P]`, the scores of each way.
+            policies: The n policies, one for each way.
+
+        Returns: the decision for n rows, and the `Pruner` that prunes layers by it.
 
         Raises:
-            CacheStateError: There are several rows.
-            InvalidPolicyError: There is no policy.
-            ScoringError: Scores of a wrong shape, or with NaN.
+            CacheStateError: The cache has several rows.
+            InvalidPolicyError: ``policies`` is empty.
+            ScoringError: The scores have a wrong shape, or hold NaN.
         """
         if len(self.rows) != 1:
             raise CacheStateError(f"expected one row, to be kept in several ways, got a cache of {len(self.rows)}")
@@ -73,12 +74,12 @@ class Kept:
         return kept, kept.pruner(keep, ragged=True)
 
     def _masked(self, scores: Tensor, policies: Sequence[RetentionPolicy]) -> tuple[Kept, Tensor]:
-        """The decision, and its mask `[R, L_full, H, P]` where the scores are."""
+        """The decision, and its kept mask `[R, L_full, H, P]` on the device of the scores."""
         keep, over_budget = keep_masks(scores[:, list(self.geometry.full_layers)], self.prompt, policies)
         return dataclasses.replace(self, packed=pack_mask(keep).cpu(), over_budget=over_budget), keep
 
     def pruner(self, keep: Tensor, ragged: bool) -> Pruner:
-        """What prunes layers by the mask ``keep`` `[R, L_full, H, P]`."""
+        """The `Pruner` for the kept mask ``keep`` `[R, L_full, H, P]`."""
         return Pruner(keep, self.rows, ragged, self.geometry.full_layers)
 
     def mask(self) -> Tensor:
@@ -91,10 +92,12 @@ class Kept:
         return real[:, None, None].expand(-1, layers, heads, -1)
 
     def indices(self, layer: int, row: int) -> list[Tensor]:
-        """Per head of a full-attention layer the kept positions of a batch row, ascending, padding not counted.
+        """For each head of a full-attention layer, the kept positions `[K]` of a batch row.
+
+        The positions are ascending, and padding is not counted.
 
         Raises:
-            InvalidInputError: No such layer, or one with a sliding window.
+            InvalidInputError: There is no such layer, or it has a sliding window.
         """
         if layer not in self.geometry.full_layers:
             raise InvalidInputError(
@@ -105,16 +108,16 @@ class Kept:
         return [head.nonzero()[:, 0] - self.prompt.pads[distinct] for head in mask]
 
     def counts(self, after: int) -> list[list[list[int]]]:
-        """`[B][L_full][H]`: KV pairs held, those of ``after`` later tokens included."""
+        """`[B][L_full][H]`: the number of KV pairs held, with those of ``after`` tokens after the prompt."""
         counts = (self.mask().sum(-1) + after).tolist()
         return [counts[row] for row in self.rows.tolist()]
 
     def select(self, rows: Tensor) -> Kept:
-        """The same for the batch rows ``rows`` `[B']`."""
+        """The decision for the batch rows ``rows`` `[B']`."""
         return dataclasses.replace(self, rows=self.rows[rows])
 
     def crop(self, columns: int) -> Kept:
-        """The same without the prompt's last ``columns`` columns, of a prompt that is whole."""
+        """The decision without the prompt's last ``columns`` columns. Only for a prompt that is kept whole."""
         return dataclasses.replace(self, prompt=self.prompt.cropped(columns))
 
     def tensors(self) -> Iterator[Tensor]:

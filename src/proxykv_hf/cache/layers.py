@@ -1,4 +1,4 @@
-"""A full-attention layer of the cache: what is stored, what was seen, and its share in the attention."""
+"""A full-attention layer of the cache: what it stores, what it has seen, and its part in the attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Watch = Callable[[Observation], None]
 
 
 def new_layers(geometry: ModelGeometry) -> list[Any]:
-    """Empty layers for a target: `PrunedLayer`s, and transformers' own where a layer has a sliding window."""
+    """Empty layers for a target: a `PrunedLayer` for full attention, transformers' own layer for a sliding window."""
     return [
         PrunedLayer(index) if window is None else DynamicSlidingWindowLayer(sliding_window=window)
         for index, window in enumerate(geometry.sliding_windows)
@@ -29,7 +29,7 @@ def new_layers(geometry: ModelGeometry) -> list[Any]:
 
 
 def can_crop_window(layer: DynamicSlidingWindowLayer, count: int) -> bool:
-    """Whether a sliding-window layer still holds what its window needs once the last ``count`` tokens are gone."""
+    """Whether a sliding-window layer holds all that its window needs after the last ``count`` tokens are removed."""
     assert layer.keys is not None
     seen, stored = layer.get_seq_length(), layer.keys.shape[2]
     full = seen < layer.sliding_window or layer.record_past
@@ -37,18 +37,18 @@ def can_crop_window(layer: DynamicSlidingWindowLayer, count: int) -> bool:
 
 
 class PrunedLayer(DynamicLayer):
-    """One layer; seen is not kept.
+    """A full-attention layer that may keep fewer tokens than it has seen.
 
-    The mask that the model builds covers the storage's columns: all that is kept in a rectangular
-    layer, only what came after the prune in a ragged one. The columns before them, ``offset`` many,
-    were seen, so positions stay true.
+    The attention mask that the model builds covers the columns of the storage: everything that a rectangular layer
+    keeps, and only what came after the prune in a ragged layer. The ``offset`` columns before them also count as seen,
+    so positions stay true.
 
     Args:
-        index: The layer's place in the model.
-        storage: What it holds, if anything.
-        offset: Columns seen that the mask does not cover.
-        fixed: Columns at the start that are the result of a prune and cannot be cropped.
-        lease: Of a layer in somebody else's cache: the model's attention, for as long as it lives.
+        index: The layer's index in the model.
+        storage: What the layer holds; None while it is empty.
+        offset: Number of columns that were seen but that the mask does not cover.
+        fixed: Number of columns at the start that a prune left and that cannot be cropped.
+        lease: The layer's share in the model's attention, if the layer is part of a plain `DynamicCache`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PrunedLayer(DynamicLayer):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """`[B, H, K, D]`, a view; None while empty.
+        """`[B, H, K, D]`, a view; None while the layer is empty.
 
         Raises:
             CacheStateError: The layer is ragged.
@@ -90,17 +90,17 @@ class PrunedLayer(DynamicLayer):
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """`[B, H, K, Dv]`, see ``keys``."""
+        """`[B, H, K, Dv]`, a view; None while the layer is empty. See ``keys`` for the error."""
         dense = self._dense()
         return None if dense is None else dense.values
 
     @property
     def columns(self) -> int:
-        """Columns that the mask covers."""
+        """Number of columns that the attention mask covers."""
         return 0 if self.storage is None else self.storage.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store `[B, H, q, D]` and `[B, H, q, Dv]`; return what the attention function is to be given."""
+        """Store K `[B, H, q, D]` and V `[B, H, q, Dv]`; return the K and V to pass to the attention function."""
         if self.storage is None:
             self.storage = DenseStorage(key_states, value_states)
         else:
@@ -131,34 +131,34 @@ class PrunedLayer(DynamicLayer):
         return call.by_backend()
 
     def share_rows(self) -> None:
-        """Become a layer whose rows' copies cost nothing; all that it holds is fixed from now on."""
+        """Let copies of a row share all that the layer holds. It cannot be cropped any more."""
         if isinstance(self.storage, DenseStorage):
             self.offset += self.storage.length
             self.fixed = 0
             self.storage = RaggedStorage.share(self.storage)
 
     def fork(self) -> PrunedLayer:
-        """An independent layer that shares memory until written."""
+        """An independent layer that shares memory with this one until one of them is written."""
         storage = None if self.storage is None else self.storage.fork()
         return PrunedLayer(self.index, storage, self.offset, self.fixed, self.lease)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        """Tokens (columns) seen."""
+        """Number of tokens (columns) seen."""
         return self.offset + self.columns
 
     def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Columns of the mask for ``query_length`` new ones, and the place of the first of them."""
+        """Number of columns that the mask covers with ``query_length`` new ones, and the position of the first."""
         return self.columns + query_length, self.offset
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
-        """Forget everything."""
+        """Empty the layer."""
         self.storage, self.offset, self.fixed, self.watch = None, 0, 0, None
 
     def crop(self, tokens_to_remove: int, *args: Any, **kwargs: Any) -> None:
-        """Drop the last ``-tokens_to_remove`` columns.
+        """Remove the last ``-tokens_to_remove`` columns.
 
         Raises:
-            CacheStateError: Some of them are the result of a prune.
+            CacheStateError: Some of these columns lie in the pruned part.
         """
         self.check_crop(-tokens_to_remove)
         if self.storage is not None:
@@ -170,7 +170,7 @@ class PrunedLayer(DynamicLayer):
         if count > room:
             what = "the pruned part of the prompt" if self.offset else "the start of the cache"
             raise CacheStateError(
-                f"cannot crop {count} of {self.get_seq_length()} tokens: only the last {room} lie after {what}; "
+                f"cannot crop {count} of {self.get_seq_length()} tokens: only the last {room} lie after {what}; call "
                 "reset() and prefill again"
             )
 
@@ -190,7 +190,7 @@ class PrunedLayer(DynamicLayer):
 
     @property
     def batch(self) -> int:
-        """B."""
+        """B, the number of batch rows; 0 while the layer is empty."""
         return 0 if self.storage is None else self.storage.keys.shape[0]
 
     def tensors(self) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""The phases of a cache's life, and which thread may use it."""
+"""The phases of a cache's life, and which thread may use the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import CacheStateError
 
 
 class Phase(enum.Enum):
-    """Where a cache is in its life.
+    """The phases of a cache's life.
 
     ::
 
@@ -18,8 +18,8 @@ class Phase(enum.Enum):
           │                         └──────a forward failed───────┤
           └──────reset()──── SPOILED <───────────────────────────┘
 
-    A prefill is one forward, or several where the prompt comes in chunks. ``reset()`` empties a cache in every phase
-    but CLOSED, which ``close()`` leads to from all others and which nothing leads out of.
+    A prefill is one forward, or several if the prompt comes in chunks. ``reset()`` empties a cache in every phase but
+    CLOSED. ``close()`` leads from every phase to CLOSED, and no call leads out of CLOSED.
     """
 
     EMPTY = "empty"
@@ -30,7 +30,7 @@ class Phase(enum.Enum):
 
 
 class Lifecycle:
-    """A cache's phase, and the thread that runs a forward with it."""
+    """The phase of a cache, and the thread that runs a forward with it."""
 
     def __init__(self) -> None:
         self.phase = Phase.CLOSED
@@ -42,32 +42,32 @@ class Lifecycle:
         return self._thread is not None
 
     def begin_forward(self) -> None:
-        """The calling thread begins a forward with the cache."""
+        """Note that the calling thread begins a forward with the cache."""
         self._thread = threading.current_thread()
 
     def end_forward(self) -> None:
-        """The forward is over, or will never end."""
+        """Note that the forward is over, or that it will never end."""
         self._thread = None
 
     def used_elsewhere(self) -> bool:
-        """Whether another thread, which still runs, is in a forward."""
+        """Whether another thread, which is still alive, runs a forward with the cache."""
         thread = self._thread
         return thread is not None and thread is not threading.current_thread() and thread.is_alive()
 
     def check_thread(self) -> None:
-        """Refuse a call while another thread is in a forward.
+        """Refuse a call while another thread runs a forward with the cache.
 
         Raises:
-            CacheStateError: It is.
+            CacheStateError: Another thread does.
         """
         if self.used_elsewhere():
             raise CacheStateError(
-                "the cache is in use by another thread, in a forward: call when that is through, or fork() before; "
-                "reset() if it never ends"
+                "the cache is in use by another thread, in a forward: wait until that forward is over, or fork() the "
+                "cache before it begins; call reset() if the forward never ends"
             )
 
     def check_phase(self) -> None:
-        """Refuse a call on a cache that holds nothing usable.
+        """Refuse a call on a cache that cannot be used.
 
         Raises:
             CacheStateError: The cache is closed or spoiled.
@@ -76,14 +76,14 @@ class Lifecycle:
             raise CacheStateError("the cache is closed: make a new one")
         if self.phase is Phase.SPOILED:
             raise CacheStateError(
-                "an exception in its midst left the cache half written: call reset() or make a new one"
+                "an exception during a forward or a prune left the cache half written: call reset() or make a new one"
             )
 
     def check_empty(self) -> None:
-        """Refuse a prefill of a cache that holds a prompt.
+        """Refuse to prefill a cache that holds a prompt already.
 
         Raises:
-            CacheStateError: It does.
+            CacheStateError: The cache is not empty.
         """
         if self.phase is not Phase.EMPTY:
             raise CacheStateError(f"expected an empty cache, got one that is {self.phase.value}: call reset() first")

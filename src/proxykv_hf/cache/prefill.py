@@ -1,4 +1,4 @@
-"""A prompt on its way through the target, and the scorers that rate it."""
+"""The prefill of a prompt: its chunks on their way through the target, and the scorers that rate them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from .scores import checked_scores
 
 Taps = list[torch.utils.hooks.RemovableHandle]
 
-#: When a scorer on a lane runs: beside the target's prefill; before it, for the lowest peak memory, since
-#: then each layer is pruned as it is filled; or after it, for measuring.
+#: When a scorer on a lane runs: at the same time as the target's prefill; before it, for the lowest peak memory, since
+#: each layer is then pruned as it is filled; or after it, for measurements.
 Schedule = Literal["overlap", "proxy_first", "sequential"]
 SCHEDULES = get_args(Schedule)
 
-#: Arguments of a forward by which its rows are told apart, and kinds of values that concern all rows alike.
+#: Forward arguments that tell rows apart, and the types of arguments that hold for all rows. Any other argument may
+#: make rows of the same tokens differ.
 ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache")
 SCALARS = (bool, int, float, str, type(None))
 
 
 def plain_timeout(timeout: float | None) -> float | None:
-    """``timeout`` in seconds, None for as long as it takes.
+    """Check a timeout in seconds, and turn it into a float; None stands for no limit.
 
     Raises:
-        InvalidInputError: It is no time that can be waited for.
+        InvalidInputError: ``timeout`` is not a number of at least 0, or too large to wait for.
     """
     if timeout is None:
         return None
@@ -48,20 +49,21 @@ def plain_timeout(timeout: float | None) -> float | None:
 
 
 class Prefill:
-    """Collects the chunks of a prompt, and runs its scorers beside them.
+    """Collects the chunks of a prompt, and runs the scorers.
 
     Args:
-        target: The model.
-        geometry: Its geometry.
-        scorers: By name.
-        tokenizer: For scorers that need one.
-        context: What may be evicted.
+        target: The model that prefills.
+        geometry: The target's geometry.
+        scorers: The scorers by name.
+        tokenizer: The target's tokenizer, for scorers that need one.
+        context: The part of the prompt that may be evicted.
         strict: Raise if scoring fails, instead of warning and going on without scores.
         timeout: Seconds to wait for scores.
-        schedule: When the scorers run, see ``SCHEDULES``; None for what suits them.
-        taps: Hooks on the model while it is observed; the caller owns the list and removes what is
-            left in it should this object be dropped.
-        runs: Of the scorers, by name; the caller owns the dict and cancels what is left in it likewise.
+        schedule: When the scorers run, see `Schedule`; None for the one that suits them.
+        taps: The hooks on the model while it is observed. The caller owns the list, and removes the hooks that are left
+            in it if this object is dropped.
+        runs: The scorers' runs by name. The caller owns the dict, and cancels the runs that are left in it if this
+            object is dropped.
     """
 
     def __init__(
@@ -84,18 +86,18 @@ class Prefill:
         self.schedule = schedule or self._suitable_schedule()
         self.batch = 0
         self.expected: int | None = None
-        """Tokens (columns) of the whole prompt, where they are known."""
+        """Number of tokens (columns) of the whole prompt; None if it is not known."""
         self.prunes_ahead = False
-        """Whether layers may be pruned as they are filled: the prompt is known to come in one forward."""
+        """Whether layers may be pruned as they are filled, because the prompt is known to come in one forward."""
         self.seconds: dict[str, float] = {}
         self.devices: dict[str, str] = {}
         self.bytes_peak_proxy = 0
         self.fallback: str | None = None
-        """Why there are no scores, or None."""
+        """Why scoring failed; None if it has not failed."""
         self._runs = runs
         self._chunks: list[Tensor | None] = []
         self._mask: Tensor | None = None
-        self._pads: tuple[int, ...] = ()  # of the batch's rows so far
+        self._pads: tuple[int, ...] = ()  # padding columns of each batch row so far
         self._firsts: tuple[int, ...] = ()  # see `Observation`
         self._positions: list[Tensor] = []
         self._ids_tell_rows = True
@@ -105,20 +107,20 @@ class Prefill:
     def begin(
         self, call: Mapping[str, Any], shape: tuple[int, int], layers: Iterable[PrunedLayer], assisted: bool
     ) -> None:
-        """The first chunk is about to go through the target.
+        """Start the scorers, before the first chunk goes through the target.
 
         Args:
-            call: The forward's arguments.
-            shape: ``(B, q)``.
-            layers: The cache's full-attention layers, to be watched.
+            call: The forward's arguments by name.
+            shape: ``(B, q)``, the shape of the chunk.
+            layers: The cache's full-attention layers, which are then observed.
             assisted: Whether assisted decoding has begun, which sends drafts along with the prompt.
 
         Raises:
-            ValueError, UnsupportedModelError: What a scorer refuses, before the target does any work.
+            ValueError, UnsupportedModelError: A scorer refuses the prompt or the target.
         """
         self._drafts = self._count_drafts(call, shape[1], assisted)
         self._note(call, shape)
-        # A run beside a part of the prompt that is known to be a part would have to be repeated.
+        # A chunk that is known to be only a part of the prompt is not worth a run: the run would have to be repeated.
         at_once = self.schedule != "sequential" and (self.expected is None or self.expected <= shape[1])
         is_whole = self.expected == shape[1]
         request = self._first_request((shape[0], shape[1] - self._drafts), is_whole, at_once)
@@ -131,7 +133,7 @@ class Prefill:
             except Exception as error:
                 self._fail(name, error)
                 break
-            if self.schedule == "proxy_first":  # before the next one is launched
+            if self.schedule == "proxy_first":  # wait before the next scorer is launched
                 started = time.perf_counter()
                 self._runs[name].wait()
                 self._note_wait(time.perf_counter() - started)
@@ -142,20 +144,20 @@ class Prefill:
         self.prunes_ahead = is_whole and self._scores_ahead()
 
     def is_over(self, seen: int, tokens: int) -> bool:
-        """Whether a forward of ``tokens`` more, after ``seen``, belongs to the answer."""
+        """Whether the prefill is over, so that a forward of ``tokens`` tokens after ``seen`` belongs to the answer."""
         if self.expected is not None:
             return seen >= self.expected
         return tokens == 1 or self._cropped
 
     def _count_drafts(self, call: Mapping[str, Any], tokens: int, assisted: bool) -> int:
-        """Tokens at the end of the first forward that do not belong to the prompt."""
+        """Number of draft tokens at the end of the first forward, which do not belong to the prompt."""
         if self.expected is not None:
             return max(0, tokens - self.expected)
-        logits = call.get("logits_to_keep")  # wanted from the last prompt token on
+        logits = call.get("logits_to_keep")  # the logits wanted begin at the last prompt token
         return max(0, logits - 1) if assisted and isinstance(logits, int) else 0
 
     def _watch(self, observation: Observation) -> None:
-        """Show a layer's attention to those who observe."""
+        """Show a layer's attention to the scorers that observe."""
         seen = replace(observation, pads=self._pads, firsts=self._firsts)
         for name, run in list(self._runs.items()):
             if self.scorers[name].observes:
@@ -163,12 +165,12 @@ class Prefill:
                     run.observe(seen)
                 except (ValueError, UnsupportedModelError):
                     raise
-                except Exception as error:  # then no run is left
+                except Exception as error:  # `_fail` cancels all runs
                     self._fail(name, error)
                     return
 
     def _scores_ahead(self) -> bool:
-        """Whether the scores, of one scorer, may be there before the prefill is over."""
+        """Whether scores may be ready before the prefill is over: only with one scorer, which needs no cache."""
         return len(self.scorers) == 1 and len(self._runs) == 1 and not next(iter(self._runs.values())).needs_cache
 
     def ready(self) -> bool:
@@ -176,12 +178,12 @@ class Prefill:
         return all(run.ready() for run in self._runs.values())
 
     def _suitable_schedule(self) -> Schedule:
-        """Lanes that would take each other's cores run one after another: together they take far longer."""
+        """``"proxy_first"`` if proxy and target would compute on the same CPU cores, where both together are slow."""
         shared = any(isinstance(scorer, OnLane) and scorer.shares_cpu for scorer in self.scorers.values())
         return "proxy_first" if shared and device_of(self.target).type == "cpu" else "overlap"
 
     def extend(self, call: Mapping[str, Any], shape: tuple[int, int]) -> None:
-        """The next chunk follows: who does not observe begins again when the prompt is whole."""
+        """Note the next chunk. Cancel the runs that do not observe: they begin again when the prompt is whole."""
         self._note(call, shape)
         for name in [name for name in self._runs if not self.scorers[name].observes]:
             self._runs.pop(name).cancel()
@@ -207,7 +209,10 @@ class Prefill:
         self._firsts = self._first_copies()
 
     def _first_copies(self) -> tuple[int, ...]:
-        """For each batch row the first that was the same before the newest chunk, and is in it; for observers."""
+        """For each batch row, the first row with the same content, up to and including the newest chunk.
+
+        Only found if a scorer observes; otherwise, and if unknown, each row is its own first.
+        """
         ids, positions = self._chunks[-1], self._positions[-1]
         observed = any(scorer.observes for scorer in self.scorers.values())
         if not observed or self.batch == 1 or ids is None or not self._ids_tell_rows:
@@ -220,7 +225,7 @@ class Prefill:
         )
 
     def crop(self, count: int, seen: int) -> None:
-        """The last ``count`` of ``seen`` tokens were taken back."""
+        """Note that the last ``count`` of ``seen`` tokens were removed."""
         self._cropped = True
         ids = self._ids()
         self._chunks = [None if ids is None else ids[:, : seen - count]]
@@ -229,10 +234,10 @@ class Prefill:
         self._drafts = max(0, self._drafts - count)
 
     def read(self, seen: int) -> tuple[Prompt, Tensor]:
-        """The whole prompt after ``seen`` tokens, and each batch row's distinct row `[B]`.
+        """The whole prompt after ``seen`` tokens, and the distinct row of each batch row `[B]`.
 
         Raises:
-            InvalidInputError: Padding that is not on the left, a context outside the prompt.
+            InvalidInputError: Padding is not on the left, or the context lies outside the prompt.
         """
         return self._read(self._mask, self.context, (self.batch, seen - self._drafts))
 
@@ -246,12 +251,14 @@ class Prefill:
         return prompt, rows
 
     def finish(self, prompt: Prompt, rows: Tensor, layers: Sequence[Any]) -> dict[str, Tensor]:
-        """Scores by name, `[R, L, H, P]`; none if scoring failed, see ``fallback``.
+        """Wait for the scores.
 
         Args:
-            prompt: From `read`.
-            rows: From `read`.
-            layers: The cache's, whole.
+            prompt: The whole prompt, as `read` returns it.
+            rows: `[B]`, the distinct row of each batch row, as `read` returns it.
+            layers: The cache's layers, still whole.
+
+        Returns: the scores `[R, L, H, P]` by scorer's name; empty if scoring failed, see ``fallback``.
         """
         self._remove_taps()
         for layer in layers:
@@ -284,7 +291,7 @@ class Prefill:
         self.seconds["wait"] = self.seconds.get("wait", 0.0) + seconds
 
     def cancel(self) -> None:
-        """Drop the runs and the hooks."""
+        """Cancel the runs and remove the hooks."""
         self._remove_taps()
         while self._runs:
             self._runs.popitem()[1].cancel()
@@ -298,7 +305,7 @@ class Prefill:
         return torch.cat(known, dim=1) if len(known) == len(self._chunks) else None
 
     def _first_request(self, shape: tuple[int, int], is_whole: bool, at_once: bool) -> ScoringRequest:
-        """The request as far as it is known: more chunks may follow, and the span may lie in them."""
+        """The request as far as it is known: more chunks may follow, and the context may lie in them."""
         try:
             prompt, _ = self._read(self._mask, self.context, shape)
         except InvalidInputError:
@@ -311,7 +318,7 @@ class Prefill:
         return ScoringRequest(prompt, self.target, self.geometry, self.tokenizer, self.timeout, at_once)
 
     def _fail(self, name: str, error: Exception) -> None:
-        """Raise if strict, else remember and warn."""
+        """Raise if strict, else note the reason and warn."""
         self.cancel()
         if self.strict:
             if isinstance(error, ProxyKVError):
@@ -319,7 +326,8 @@ class Prefill:
             raise ScoringError(f"scorer {name!r} failed: {type(error).__name__}: {error}") from error
         self.fallback = f"{name}: {type(error).__name__}: {error}"
         warnings.warn(
-            f"the cache stays uncompressed, since its scorer failed ({self.fallback}); strict=True raises instead",
+            f"the cache stays uncompressed because its scorer failed ({self.fallback}); with strict=True this is an "
+            "error",
             ProxyKVWarning,
             stacklevel=2,
         )
@@ -332,10 +340,10 @@ def check_scorable(
     input_ids: Tensor,
     context: tuple[int, int] | None = None,
 ) -> None:
-    """Have scorers refuse a prompt `[1, n]` that they could not score, long before they are to.
+    """Let scorers refuse a prompt `[1, n]` that they cannot score, long before they have to score it.
 
     Raises:
-        ValueError, UnsupportedModelError: What one refuses, see `Scorer.begin`.
+        ValueError, UnsupportedModelError: A scorer refuses the prompt or the target, see `Scorer.begin`.
     """
     prompt, _ = read_prompt(input_ids, None, None, context, (1, input_ids.shape[1]))
     request = ScoringRequest(prompt, target, ModelGeometry.from_config(target.config), tokenizer, at_once=False)
@@ -344,7 +352,7 @@ def check_scorable(
 
 
 class WholeLayers:
-    """A prefilled cache's layers as scorers read them (`scorers.base.WholeCache`)."""
+    """The layers of a prefilled cache, as scorers read them (`scorers.base.WholeCache`)."""
 
     def __init__(self, target: PreTrainedModel, request: ScoringRequest, rows: Tensor, layers: Sequence[Any]) -> None:
         self.target, self.request = target, request
@@ -359,7 +367,7 @@ class WholeLayers:
         prompt, batch_row = self.request.prompt, self.batch_row(row)
         states = []
         for layer in self._layers:
-            first = layer.get_seq_length() - layer.keys.shape[2]  # the column of what is stored first
+            first = layer.get_seq_length() - layer.keys.shape[2]  # the column of the first stored token
             columns = slice(max(0, prompt.pads[row] - first), prompt.columns - first)
             states.append((layer.keys[batch_row, None, :, columns], layer.values[batch_row, None, :, columns]))
         return states

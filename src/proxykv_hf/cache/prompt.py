@@ -1,4 +1,4 @@
-"""Rows of a prompt: which are copies of each other, how long each is, what of each may be evicted."""
+"""The rows of a prompt: which rows are copies, how long each row is, and which part of it may be evicted."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from ..errors import InvalidInputError
 
-#: One span for all rows, or one a row; positions are the row's own, without padding.
+#: One span ``(start, stop)`` for all rows, or one per row, in the row's own positions (padding is not counted).
 Context = tuple[int, int] | Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A left-padded prompt, copies of a row counted once: R distinct rows of P columns.
+    """A left-padded prompt of R distinct rows and P columns. Copies of a row count once.
 
     Args:
-        columns: P.
-        lengths: `[R]`, each row's own tokens; the columns before them are padding.
+        columns: P, the number of columns.
+        lengths: `[R]`, the number of tokens of each row. The columns before them are padding.
         contexts: `[R]`, the span of each row that may be evicted.
         next_positions: `[R]`, the position id that follows each row.
         input_ids: `[R, P]`, or None if the prompt came as embeddings.
@@ -36,7 +36,7 @@ class Prompt:
 
     @property
     def pads(self) -> tuple[int, ...]:
-        """`[R]`, padding columns of each row."""
+        """`[R]`, the number of padding columns of each row."""
         return tuple(self.columns - length for length in self.lengths)
 
     @property
@@ -45,20 +45,24 @@ class Prompt:
         return any(self.pads)
 
     def row_ids(self, row: int) -> Tensor:
-        """`[n]`: a distinct row's own tokens."""
+        """The token ids `[n]` of a distinct row, without padding.
+
+        Raises:
+            InvalidInputError: The prompt came as embeddings.
+        """
         if self.input_ids is None:
             raise InvalidInputError(
-                "this scorer needs the prompt's input_ids, and the prompt came as inputs_embeds: pass "
+                "this scorer needs the prompt's input_ids, but the prompt came as inputs_embeds: pass "
                 "input_ids, or use a scorer that reads the target's attention (SnapKVScorer)"
             )
         return self.input_ids[row, self.pads[row] :]
 
     def without_ids(self) -> Prompt:
-        """The same without the tokens, to be kept for long."""
+        """The prompt without its token ids, to be stored with a cache."""
         return replace(self, input_ids=None)
 
     def repeated(self, row: int, times: int) -> Prompt:
-        """A distinct row as ``times`` distinct ones, which are to be kept differently."""
+        """A prompt of ``times`` copies of a distinct row, each a distinct row itself and without token ids."""
         return replace(
             self.without_ids(),
             lengths=self.lengths[row : row + 1] * times,
@@ -67,7 +71,7 @@ class Prompt:
         )
 
     def cropped(self, columns: int) -> Prompt:
-        """Without the last ``columns`` columns."""
+        """The prompt without its last ``columns`` columns."""
         lengths = tuple(max(0, length - columns) for length in self.lengths)
         contexts = tuple((min(a, n), min(b, n)) for (a, b), n in zip(self.contexts, lengths, strict=True))
         return replace(
@@ -87,22 +91,21 @@ def read_prompt(
     context: Context | None,
     shape: tuple[int, int],
 ) -> tuple[Prompt, Tensor]:
-    """Find the distinct rows of a prompt: those that differ in tokens, positions or context.
+    """Find the distinct rows of a prompt. Rows are distinct if they differ in tokens, positions or context.
 
     Args:
-        input_ids: `[B, P]` or more columns, or None where tokens do not tell what a row holds (a
-            prompt of embeddings, images beside the text): then every row is distinct.
-        attention_mask: `[B, P]` or more, left-padded, or None without padding.
-        position_ids: `[B, P]` or more, or None if positions count columns.
-        context: See `Context`; None for all of each row.
+        input_ids: `[B, P]`, or with more columns. None if tokens do not tell what a row holds (a prompt of embeddings,
+            images beside the text); then every row is distinct.
+        attention_mask: `[B, P]`, or with more columns, left-padded. None without padding.
+        position_ids: `[B, P]`, or with more columns. None if positions count columns.
+        context: See `Context`. None for the whole of each row.
         shape: ``(B, P)``.
 
-    Returns: the prompt, and `[B]`: each row's place among the distinct ones, which come in the
-        order in which they first appear.
+    Returns: the prompt, whose distinct rows come in order of first appearance, and the distinct row of each batch row
+        `[B]`.
 
     Raises:
-        InvalidInputError: A row without tokens, padding that is not on the left, a context span
-            outside a row.
+        InvalidInputError: A row has no tokens, padding is not on the left, or a context span lies outside its row.
     """
     batch, columns = shape
     if attention_mask is None:
@@ -112,7 +115,9 @@ def read_prompt(
         lengths = real.sum(1).tolist()
         for row, length in enumerate(lengths):
             if length == 0:
-                raise InvalidInputError(f"row {row} of the prompt has no tokens: its attention mask is all zero")
+                raise InvalidInputError(
+                    f"row {row} of the prompt has no tokens: its attention mask is all zero; leave the row out"
+                )
         check_left_padded(real)
     if position_ids is None:
         position_ids = torch.arange(columns).expand(batch, -1)
@@ -146,24 +151,24 @@ def read_prompt(
 
 
 def check_left_padded(real: Tensor) -> None:
-    """Refuse a mask `[B, N]`, bool, in which padding follows a token.
+    """Refuse a mask `[B, N]` (bool) in which padding follows a token.
 
     Raises:
-        InvalidInputError: Naming the row.
+        InvalidInputError: It does in some row, which the error names.
     """
     for row in (real[:, :-1] & ~real[:, 1:]).any(1).nonzero()[:, 0].tolist():
         raise InvalidInputError(
             f"expected padding on the left, but row {row} of attention_mask has a zero after a one: set "
-            "tokenizer.padding_side = 'left' (cache.prefill takes right padding too); before a padded follow-up "
-            "to max_new_tokens=1, call report()"
+            "tokenizer.padding_side = 'left' (cache.prefill takes right padding too); if this is a padded follow-up "
+            "turn after max_new_tokens=1, call report() before it"
         )
 
 
 def plain_context(context: Context | None) -> list[tuple[int, int]] | None:
-    """The spans of a `Context` in Python's own numbers, one for all rows or several; None for all of each row.
+    """The spans of a `Context` as Python ints: one for all rows, or one per row; None for the whole of each row.
 
     Raises:
-        InvalidInputError: It is no span, and no sequence of spans.
+        InvalidInputError: ``context`` is neither a span nor a sequence of spans.
     """
     if context is None:
         return None
@@ -180,10 +185,13 @@ def _is_span(value: Any) -> bool:
 
 
 def context_of(context: Context | None, row: int, batch: int) -> tuple[int, int] | None:
-    """The span that a `Context` holds for one row of a batch.
+    """The span that a `Context` holds for one row of a batch; None for the whole row.
 
-    With fewer spans than rows each serves as many rows in turn, as ``generate`` expands its inputs
-    for beams and several return sequences.
+    If there are fewer spans than rows, each span serves the same number of consecutive rows. ``generate`` expands its
+    inputs in this way for beams and several return sequences.
+
+    Raises:
+        InvalidInputError: The number of rows is not a multiple of the number of spans.
     """
     spans = plain_context(context)
     if spans is None:
@@ -209,14 +217,16 @@ def _contexts(spans: Sequence[tuple[int, int] | None], lengths: Sequence[int]) -
 
 
 def left_pad(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Move every row's padding to the left; a mask without padding becomes None.
+    """Move the padding of every row to the left.
 
     Args:
         input_ids: `[B, N]`.
         attention_mask: `[B, N]` or None.
 
+    Returns: the left-padded ids and mask `[B, N]`. A mask without padding becomes None.
+
     Raises:
-        InvalidInputError: A wrong shape, an empty prompt or row, a hole inside a row.
+        InvalidInputError: A shape is wrong, the prompt or a row is empty, or padding lies between tokens of a row.
     """
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.numel() == 0:
         got = [*input_ids.shape] if isinstance(input_ids, Tensor) else f"a {type(input_ids).__name__}"
@@ -225,7 +235,7 @@ def left_pad(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, 
         return input_ids, None
     if attention_mask.shape != input_ids.shape:
         raise InvalidInputError(
-            f"expected attention_mask {[*input_ids.shape]} as input_ids, got {[*attention_mask.shape]}"
+            f"expected attention_mask {[*input_ids.shape]}, the shape of input_ids, got {[*attention_mask.shape]}"
         )
     mask = attention_mask.bool()
     if mask.all():
@@ -233,8 +243,12 @@ def left_pad(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, 
     for row, real in enumerate(mask):
         places = real.nonzero()[:, 0]
         if len(places) == 0:
-            raise InvalidInputError(f"row {row} of the prompt has no tokens: its attention mask is all zero")
+            raise InvalidInputError(
+                f"row {row} of the prompt has no tokens: its attention mask is all zero; leave the row out"
+            )
         if int(places[-1] - places[0]) + 1 != len(places):
-            raise InvalidInputError(f"expected padding at the ends, but row {row} of attention_mask has a hole")
-    order = mask.int().argsort(dim=1, stable=True)  # padding first, tokens after it in their order
+            raise InvalidInputError(
+                f"expected padding only before or after a row's tokens, but row {row} of attention_mask has a hole"
+            )
+    order = mask.int().argsort(dim=1, stable=True)  # padding comes first, and tokens keep their order
     return input_ids.gather(1, order), mask.gather(1, order)

@@ -1,10 +1,7 @@
-"""`PrunableCache`: the part of the cache that transformers and the forward hooks call.
+"""`PrunableCache`: the methods of the cache that transformers and the forward hooks call.
 
-Paper terms (arXiv 2605.16360): M_l is ``target``, rho is ``policy.retention_ratio``, Y is what a scorer returns, M is
-the kept mask.
-
-`phase` shows the phases of a cache. `ProxyPrunedCache.prefill` knows when a prefill is over. In a stock ``generate``
-the end shows by what comes next, see `PrunableCache.before_forward`.
+In the paper's terms (arXiv 2605.16360), M_l is ``target``, rho is ``policy.retention_ratio``, Y is what a scorer
+returns, and M is the kept mask. `phase` shows the phases of a cache.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from .storage import RaggedStorage, own, storage_bytes
 
 
 class PrunableCache(DynamicCache):
-    """A cache that has its prompt scored, and prunes it. See `ProxyPrunedCache` for the arguments."""
+    """A cache that lets a scorer rate its prompt, and prunes it. See `ProxyPrunedCache` for the arguments."""
 
     layers: list[Any]  # `PrunedLayer`s, and transformers' own sliding-window layers
 
@@ -73,8 +70,8 @@ class PrunableCache(DynamicCache):
         self._open()
 
     def _open(self) -> None:
-        """Take the model's attention and start empty."""
-        # `DynamicCache.__init__` is passed over: it would make layers of its own kinds.
+        """Replace the model's attention, and start empty."""
+        # Not `DynamicCache.__init__`, which would make layers of other types.
         Cache.__init__(self, layers=new_layers(self.geometry))
         self._taps: Taps = []
         self._runs: dict[str, ScorerRun] = {}
@@ -90,9 +87,9 @@ class PrunableCache(DynamicCache):
         self._forward_started = 0.0
         self._recording = False
         self._prefill = self._new_prefill(self.context)
-        self._scores: dict[str, Tensor] | None = None  # of a prefill that has been scored
-        self._kept: Kept | None = None  # from the moment that the prompt is scored
-        self._pruner: Pruner | None = None  # from then until all layers are pruned
+        self._scores: dict[str, Tensor] | None = None  # set once the prompt is scored, until the prefill ends
+        self._kept: Kept | None = None  # set once the prompt is scored
+        self._pruner: Pruner | None = None  # set from then until all layers are pruned
         self._usage = Usage({"target": str(device_of(self.target))})
 
     def _new_prefill(
@@ -116,14 +113,11 @@ class PrunableCache(DynamicCache):
     # ---------------------------------------------------------------- a forward
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Called as a forward with this cache begins.
+        """Called when a forward with this cache begins. Returns other keyword arguments for it, or None.
 
-        The first forward is prefill. After it, several tokens at once are the next chunk of the prompt. One token, or
-        any forward after a ``crop`` (assisted decoding), is a continuation, so the prompt is scored and pruned before
-        it. Where a forward brings the seen tokens once more, as the first one of assisted decoding over a filled cache
-        does, only the new ones are run.
-
-        Returns: other keyword arguments for the forward, or None.
+        The first forward is the prefill. After it, several tokens at once are the next chunk of the prompt. One token,
+        or any forward after a ``crop`` (assisted decoding), ends the prefill: the prompt is scored and pruned first. If
+        a forward brings the seen tokens again (assisted decoding over a filled cache), only the new ones run.
         """
         if model is not self.target:
             raise GeometryError(
@@ -151,11 +145,11 @@ class PrunableCache(DynamicCache):
         return kwargs | changed if changed else None
 
     def _begin_prefill(self, call: dict[str, Any], batch: int, tokens: int) -> None:
-        """Start the scorers beside the first forward; after an error the cache is empty again."""
+        """Start the scorers before the first forward. After an error the cache is empty again."""
         if not self._prefill.scorers:
             raise CacheStateError(
-                "this cache was given no scorer and cannot prefill: ProxyPrunedCache(target, scorer, policy), "
-                "load(..., scorer=...) or prefill(..., prune=False, scorers={name: scorer})"
+                "this cache was given no scorer and cannot prefill: pass one to ProxyPrunedCache(target, scorer, "
+                "policy), to load(..., scorer=...) or to prefill(..., prune=False, scorers={name: scorer})"
             )
         try:
             full_layers = [self.layers[index] for index in self.geometry.full_layers]
@@ -169,8 +163,8 @@ class PrunableCache(DynamicCache):
         self._life.phase = Phase.PREFILL
 
     def after_forward(self, model: nn.Module, succeeded: bool) -> None:
-        """Called as a forward with this cache ends; not after a KeyboardInterrupt in its midst."""
-        if not self._life.in_forward or self._life.used_elsewhere():  # refused before it began
+        """Called when a forward with this cache ends, but not if a KeyboardInterrupt ended it."""
+        if not self._life.in_forward or self._life.used_elsewhere():  # it was refused before it began
             return
         if not succeeded:
             self._spoil()
@@ -180,7 +174,7 @@ class PrunableCache(DynamicCache):
             check_consumed()
             if not self.get_seq_length():
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} stored nothing in its cache: it has no KV to prune"
+                    f"{type(model).__name__} stored nothing in its cache: it has no KV pairs to prune"
                 )
         except UnsupportedModelError:
             self._spoil()
@@ -193,12 +187,12 @@ class PrunableCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new K `[B, H, q, D]` and V `[B, H, q, Dv]`, detached; return what attention is to use."""
+        """Store a layer's new K `[B, H, q, D]` and V `[B, H, q, Dv]`; return the K and V that attention uses."""
         if not self._life.in_forward:
             self._check_usable()
             raise CacheStateError(
-                f"expected to be used in a forward of the cache's own target ({type(self.target).__name__}): "
-                "call that model itself, not a part of it nor another model (of a PEFT model the target is "
+                f"expected a forward of the cache's own target ({type(self.target).__name__}), got a use outside of "
+                "one: call that model itself, not a part of it or another model (a PEFT model's target is "
                 "get_base_model())"
             )
         heads = key_states.shape[1]
@@ -216,43 +210,41 @@ class PrunableCache(DynamicCache):
                 return self._update_pruned(self._pruner, layer, key_states, value_states)
             if self._pruner is not None:
                 whole = layer.update(key_states, value_states, *args, **kwargs)
-                layer.keys, layer.values = own(layer.keys), own(layer.values)  # a view would hold the whole prompt
+                layer.keys, layer.values = own(layer.keys), own(layer.values)  # a view would keep the whole prompt
                 return whole
         return layer.update(key_states, value_states, *args, **kwargs)
 
     def _update_pruned(self, pruner: Pruner, layer: PrunedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """As `update`, where the scores are known: only what is kept is stored, the attention gets everything."""
+        """Do as `update` once the scores are known: store only what is kept, and return all K and V."""
         with self._pruning():
             pruner.prune_fresh(self.layers, layer.index, keys, values, self._devices_of_layers, self._note_peak)
-        hand_over(keys, values, layer)  # it holds nothing, and has the back end attend
+        hand_over(keys, values, layer)  # the replaced ``layer`` is empty, so the back end attends
         return keys, values
 
     # ---------------------------------------------------------------- transformers' other methods
 
     def crop(self, tokens_to_remove: int, *args: Any, **kwargs: Any) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens; 0 or a negative number, as in transformers.
+        """Remove the last ``-tokens_to_remove`` tokens. The argument is 0 or negative, as in transformers.
 
         Raises:
-            CacheStateError: They reach into what was pruned, or past what a sliding window still holds.
+            CacheStateError: These tokens reach into the pruned part, or past what a sliding window still holds.
         """
         self._check_usable()
         if tokens_to_remove > 0:
-            raise InvalidInputError(
-                f"expected 0 or a negative number, how many tokens to remove, got {tokens_to_remove}"
-            )
+            raise InvalidInputError(f"expected 0 or less, got {tokens_to_remove}: crop(-n) removes n tokens")
         count, seen = -tokens_to_remove, self.get_seq_length()
         if self._life.phase is Phase.PREFILL and count >= seen:
             raise CacheStateError(f"cannot crop {count} of {seen} tokens: nothing of the prompt would be left; reset()")
-        for index, layer in enumerate(self.layers):  # all are checked before one is changed
+        for index, layer in enumerate(self.layers):  # check all layers before one is changed
             if isinstance(layer, PrunedLayer):
                 layer.check_crop(count)
             elif count and layer.is_initialized and not can_crop_window(layer, count):
                 raise CacheStateError(
                     f"cannot crop: layer {index} holds a sliding window of {layer.sliding_window} tokens only; call "
-                    "activate_past_recording() before the forward that is to be taken back"
+                    "activate_past_recording() before the forward whose tokens are to be removed"
                 )
         for layer in self.layers:
-            # A sliding layer that does not record has nothing to let go, and would raise.
+            # A sliding layer that does not record holds nothing to remove, and would raise.
             if layer.is_initialized and (isinstance(layer, PrunedLayer) or count or layer.record_past):
                 layer.crop(tokens_to_remove, *args, **kwargs)
         if self._life.phase is Phase.PREFILL:
@@ -261,12 +253,12 @@ class PrunableCache(DynamicCache):
             self._kept = self._kept.crop(self._kept.prompt.columns - (seen - count))
 
     def activate_past_recording(self, *args: Any, **kwargs: Any) -> None:
-        """Have sliding-window layers keep what a ``crop`` may want back; assisted decoding calls it first."""
+        """Make sliding-window layers keep what a ``crop`` needs. Assisted decoding calls this first."""
         self._recording = True
         super().activate_past_recording(*args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Take the batch rows ``beam_idx``, for beam search."""
+        """Reorder the batch rows by ``beam_idx``, for beam search."""
         self._select_rows(beam_idx, *args, **kwargs)
 
     def batch_repeat_interleave(self, repeats: int, *args: Any, **kwargs: Any) -> None:
@@ -275,7 +267,7 @@ class PrunableCache(DynamicCache):
         self._select_rows(torch.arange(self._batch).repeat_interleave(repeats), *args, **kwargs)
 
     def batch_select_indices(self, indices: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Keep the batch rows ``indices`` (numbers, or a mask)."""
+        """Keep the batch rows ``indices`` (row numbers, or a bool mask)."""
         self._settle()
         self._select_rows(torch.arange(self._batch)[indices.cpu()], *args, **kwargs)
 
@@ -283,13 +275,13 @@ class PrunableCache(DynamicCache):
         self._settle()
         if self._kept is not None:
             self._note_peak()
-            rows = rows.cpu()  # layers may be on several devices, and all take indices from there
+            rows = rows.cpu()  # layers may be on several devices, and all take indices on the CPU
             for layer in self.layers:
                 layer.batch_select_indices(rows, *args, **kwargs)
             self._kept = self._kept.select(rows)
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
-        """Back to empty, also after an exception has spoiled the cache; every layer is made anew."""
+        """Empty the cache, with new layers. This also makes a cache usable again that an exception has spoiled."""
         if self._life.phase is Phase.CLOSED:
             self._check_usable()
         self._prefill.cancel()
@@ -304,17 +296,14 @@ class PrunableCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: what is stored changes its shape."""
+        """False, because the stored tensors change their shape."""
         return False
 
     # ---------------------------------------------------------------- scoring and pruning
 
     @torch.no_grad()
     def _settle(self, prune: bool = True) -> dict[str, Tensor]:
-        """End a prefill: score, and prune. Does nothing at any other time.
-
-        Returns: scores by name.
-        """
+        """End a prefill: score, and prune. Do nothing in any other phase. Returns the scores by name."""
         self._check_usable()
         if self._life.phase is not Phase.PREFILL:
             return {}
@@ -322,7 +311,7 @@ class PrunableCache(DynamicCache):
             return self._finish_prefill(prune)
         except BaseException as error:
             if self._kept is not None and isinstance(error, Exception):
-                self._end_prefill()  # whole, and right
+                self._end_prefill()  # the cache is whole, and usable
             else:
                 self._spoil()
             raise
@@ -338,7 +327,7 @@ class PrunableCache(DynamicCache):
                     if self._kept.packed is None:
                         self._kept, self._pruner = self._kept.decide(next(iter(scores.values())), self.policy)
                     self._prune_layers()
-                except BaseException:  # out of memory, say: some layers are pruned and some are not
+                except BaseException:  # out of memory, for example: only some layers are pruned
                     self._spoil()
                     raise
             self._end_prefill()
@@ -346,17 +335,17 @@ class PrunableCache(DynamicCache):
         return scores
 
     def _end_prefill(self) -> None:
-        """From now on forwards append; nothing of the prefill is left that they could meet."""
+        """Make the cache ready: later forwards only append, and nothing of the prefill is left."""
         self._prefill.cancel()
-        self._prefill = self._new_prefill(self.context)  # lets go of the prompt
+        self._prefill = self._new_prefill(self.context)  # drops the prompt
         self._scores = None
         self._life.phase = Phase.READY
         for layer in self.layers:
-            if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would hold the whole prompt
+            if not isinstance(layer, PrunedLayer) and layer.is_initialized:  # a view would keep the whole prompt
                 layer.keys, layer.values = own(layer.keys), own(layer.values)
 
     def _score_ahead(self) -> None:
-        """Score while the target prefills; layers that are filled already are pruned at once."""
+        """Score while the target prefills, and prune the layers that are filled already."""
         assert self._prefill.expected is not None
         with self._pruning():
             self._score(self._prefill.expected)
@@ -365,7 +354,7 @@ class PrunableCache(DynamicCache):
                 self._prune_layers()
 
     def _score(self, seen: int) -> None:
-        """Have the prompt of ``seen`` tokens scored, after which ``_scores`` is a dict, empty if that failed."""
+        """Score the prompt of ``seen`` tokens. Afterwards ``_scores`` is a dict, which is empty if scoring failed."""
         prefill, usage = self._prefill, self._usage
         prompt, rows = prefill.read(seen)
         self._kept = Kept(prompt.without_ids(), rows, self.geometry)
@@ -376,14 +365,14 @@ class PrunableCache(DynamicCache):
         usage.bytes_peak_proxy = prefill.bytes_peak_proxy
 
     def _prune_layers(self) -> None:
-        """Shrink the layers that are whole, one after another."""
+        """Prune the layers that are whole, one after another."""
         if self._pruner is not None:
             self._pruner.prune_filled(self.layers, self._note_peak)
             if all(layer.is_initialized for layer in self.layers):
                 self._pruner = None
 
     def _devices_of_layers(self) -> list[torch.device | None]:
-        """Where each full-attention layer computes, as far as its attention can be found."""
+        """The device of each full-attention layer; None if its attention module is not found."""
         modules: dict[Any, torch.device] = {
             module.layer_idx: device_of(module) for module in attention_modules(self.target.get_decoder())
         }
@@ -391,7 +380,7 @@ class PrunableCache(DynamicCache):
 
     @contextlib.contextmanager
     def _pruning(self) -> Iterator[None]:
-        """Time spent inside belongs to the pruning, and not to the forward around it."""
+        """Count the time spent inside as pruning, and not as part of the forward around it."""
         self._wait_for_devices()
         started = time.perf_counter()
         yield
@@ -400,7 +389,7 @@ class PrunableCache(DynamicCache):
         self._forward_started += elapsed
 
     def _wait_for_devices(self) -> None:
-        """Wait until CUDA has computed what was launched, so that its time counts for the phase that launched it."""
+        """Wait for the work launched on CUDA, so that its time counts for the phase that launched it."""
         for device in {tensor.device for tensor in self.tensors()}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -409,7 +398,7 @@ class PrunableCache(DynamicCache):
 
     @property
     def _batch(self) -> int:
-        """B, 0 while the cache is empty."""
+        """B; 0 while the cache is empty."""
         return self._prefill.batch if self._kept is None else len(self._kept.rows)
 
     def _is_ragged(self) -> bool:
@@ -429,13 +418,13 @@ class PrunableCache(DynamicCache):
             yield from self._kept.tensors()
 
     def _note_peak(self, besides: int = 0) -> None:
-        """Called before memory shrinks, and for a report; between, it only grows. ``besides`` is held beside it."""
+        """Note the peak memory, with ``besides`` more bytes. Called before memory shrinks, and for a report."""
         self._usage.note_peak(storage_bytes(list(self.tensors())) + besides)
 
     def _check_usable(self) -> None:
-        """Refuse a call from another thread during a forward, or on a closed or spoiled cache."""
+        """Refuse a call from another thread during a forward, and any call on a closed or spoiled cache."""
         self._life.check_thread()
-        if self._life.in_forward:  # the forward before this call never ended: a KeyboardInterrupt, say
+        if self._life.in_forward:  # the forward before this call never ended, for example by a KeyboardInterrupt
             self._spoil()
         self._life.check_phase()
 
@@ -443,7 +432,7 @@ class PrunableCache(DynamicCache):
         self._let_go(Phase.SPOILED)
 
     def _let_go(self, phase: Phase) -> None:
-        """Free the memory and let go of the target."""
+        """Free the memory, and give the target its own attention back."""
         if self._life.phase is not Phase.CLOSED:
             self._prefill.cancel()
             self._start_empty()

@@ -1,4 +1,4 @@
-"""From scores to smaller layers: what is kept of a batch, and the layers made of it."""
+"""From scores to smaller layers: the kept mask of a batch, and the layers that are pruned by it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from .prompt import Prompt
 from .retention import RetentionPolicy, select
 from .storage import DenseStorage, RaggedStorage, storage_bytes
 
-#: Is told how many bytes are held beside the cache.
+#: Is called with the number of bytes that are held beside the cache.
 Held = Callable[[int], None]
 
 
 def keep_masks(scores: Tensor, prompt: Prompt, policies: Sequence[RetentionPolicy]) -> tuple[Tensor, int]:
-    """Scores `[R, L, H, P]` of the full-attention layers to the kept mask of the same shape.
+    """Choose the KV pairs of full-attention layers that are kept. Padding is never kept.
 
-    Each row has its own of the R ``policies``. Padding is never kept. The number is that of the pairs kept beyond the
-    budget.
+    Args:
+        scores: `[R, L_full, H, P]`, the scores of the full-attention layers.
+        prompt: The prompt's R distinct rows.
+        policies: R policies, one for each row.
+
+    Returns: the kept mask `[R, L_full, H, P]`, bool, and the number of KV pairs that are kept beyond the budget.
     """
     keep = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
     over_budget = 0
@@ -35,21 +39,21 @@ def keep_masks(scores: Tensor, prompt: Prompt, policies: Sequence[RetentionPolic
 
 
 def is_ragged(keep: Tensor, prompt: Prompt) -> bool:
-    """Whether what is kept needs ragged layers: then all are, so that one mask fits every layer.
+    """Whether a kept mask `[R, L_full, H, P]` needs ragged layers. Then all layers are ragged: one mask must fit all.
 
-    Padding needs them too, since its columns are in the mask of a rectangular layer.
+    A padded prompt needs them too: padding is never kept, but in a rectangular layer the attention mask covers it.
     """
     counts = keep.sum(-1)
     return prompt.padded or bool((counts != counts.flatten()[0]).any())
 
 
 class Pruner:
-    """Makes pruned layers of whole ones.
+    """Makes pruned layers from whole layers.
 
     Args:
-        keep: `[R, L_full, H, P]`, bool, over the prompt's columns; later columns are all kept.
+        keep: `[R, L_full, H, P]`, bool, the kept mask of the prompt's columns. All later columns are kept.
         rows: `[B]`, the distinct row of each batch row.
-        ragged: See `is_ragged`.
+        ragged: Whether the pruned layers are ragged, see `is_ragged`.
         full_layers: `[L_full]`, the index of each full-attention layer in the model.
     """
 
@@ -64,11 +68,11 @@ class Pruner:
         self._reserved: dict[int, DenseStorage | RaggedStorage] = {}
 
     def prune_filled(self, layers: list[Any], held: Held) -> None:
-        """Replace, one after another, the layers that hold the whole prompt.
+        """Prune the layers that hold the whole prompt, one after another.
 
         Args:
-            layers: The cache's.
-            held: Is told how many bytes are held beside the cache, before each layer is replaced.
+            layers: The cache's layers, which are replaced in this list.
+            held: Is called before each layer is replaced, with the bytes that the pruned layer takes.
         """
         for index in self._full_layers:
             layer = layers[index]
@@ -87,15 +91,16 @@ class Pruner:
         devices: Callable[[], Sequence[torch.device | None]],
         held: Held,
     ) -> None:
-        """Fill an empty layer with what is kept of its fresh K `[B, H, N, D]` and V `[B, H, N, Dv]`.
+        """Fill an empty layer with what is kept of the K and V that a forward has just computed.
 
         Args:
-            layers: See `prune_filled`.
-            index: The layer's.
-            keys: The forward's own.
-            values: Likewise.
-            devices: See `_reserve`.
-            held: See `prune_filled`.
+            layers: The cache's layers, in which the empty one is replaced.
+            index: The layer's index in the model.
+            keys: `[B, H, N, D]`, K of the forward.
+            values: `[B, H, N, Dv]`, V of the forward.
+            devices: Returns the device of each full-attention layer, see `_reserve`.
+            held: Is called before the layer is replaced, with the bytes of the pruned layer and of ``keys`` and
+                ``values``.
         """
         self._reserve(index, keys, values, devices)
         pruned = self.prune(index, keys, values)
@@ -105,17 +110,18 @@ class Pruner:
     def _reserve(
         self, index: int, keys: Tensor, values: Tensor, devices: Callable[[], Sequence[torch.device | None]]
     ) -> None:
-        """Allocate what this layer and the later ones on its device keep, before the forward goes on.
+        """Allocate the storage of this layer and of the later layers on its device, before the forward goes on.
 
-        A small tensor that stays, made between large tensors that come and go, breaks up an allocator's free memory:
-        the process of Qwen2.5-1.5B on a CPU grew by a hidden state a layer, many times what was kept.
+        A small tensor that stays, allocated between large tensors that come and go, fragments the allocator's free
+        memory. With Qwen2.5-1.5B on a CPU, the process grew by one hidden state per layer, many times what was kept.
 
         Args:
-            index: The layer's.
-            keys: `[B, H, N, D]`, its fresh ones; the later layers' are taken to be like them.
-            values: `[B, H, N, Dv]`.
-            devices: Tells where each full-attention layer computes, None where that is not known; called once a
-                device.
+            index: The layer's index in the model.
+            keys: `[B, H, N, D]`, K that the layer has just computed. The later layers are expected to have the same
+                shape and dtype.
+            values: `[B, H, N, Dv]`, V that the layer has just computed.
+            devices: Returns the device that each full-attention layer computes on, None where it is not known. Called
+                once per device.
         """
         place = self._full_layers.index(index)
         if place not in self._reserved:
@@ -125,18 +131,18 @@ class Pruner:
                 self._reserved[other] = self._empty(keys, values, self._keep[:, other])
 
     def _empty(self, keys: Tensor, values: Tensor, keep: Tensor) -> DenseStorage | RaggedStorage:
-        """Room for what ``keep`` `[R, H, P]` marks, and in a dense one for all later columns."""
+        """Unfilled storage for the columns that ``keep`` `[R, H, P]` marks. A dense one has room for later columns."""
         if self._ragged:
             return RaggedStorage.empty(keys, values, keep, self._rows)
         return DenseStorage.empty(keys, values, keep)
 
     def prune(self, index: int, keys: Tensor, values: Tensor) -> PrunedLayer:
-        """The layer of what is kept.
+        """Make the pruned layer from a whole layer's K and V.
 
         Args:
-            index: The layer's place in the model.
-            keys: `[B, H, N, D]`, the whole layer's.
-            values: `[B, H, N, Dv]`.
+            index: The layer's index in the model.
+            keys: `[B, H, N, D]`, K of the whole layer.
+            values: `[B, H, N, Dv]`, V of the whole layer.
         """
         place = self._full_layers.index(index)
         keep = self._keep[:, place]
@@ -153,7 +159,7 @@ class Pruner:
 
 
 def _alike(storage: DenseStorage | RaggedStorage, keys: Tensor, values: Tensor) -> bool:
-    """Whether room that was made for another layer suits this one's K and V."""
+    """Whether storage that was reserved for another layer fits this layer's K and V."""
     return all(
         (ours.shape[-1], ours.dtype, ours.device) == (fresh.shape[-1], fresh.dtype, fresh.device)
         for ours, fresh in zip((storage.keys, storage.values), (keys, values), strict=True)
@@ -161,10 +167,10 @@ def _alike(storage: DenseStorage | RaggedStorage, keys: Tensor, values: Tensor) 
 
 
 def warn_over_budget(pairs: int) -> None:
-    """The one warning for a budget that protection does not fit in, if any pairs are kept beyond it."""
+    """Warn if the protected tokens do not fit in the budget, so that ``pairs`` KV pairs are kept beyond it."""
     if pairs:
         warnings.warn(
-            f"sinks, recent and protected tokens do not fit in the budget: {pairs} KV pairs more are kept",
+            f"sinks, recent and protected tokens do not fit in the budget: {pairs} KV pairs more than that are kept",
             ProxyKVWarning,
             stacklevel=3,
         )

@@ -1,11 +1,11 @@
-"""Attention over a `RaggedStorage`: every head of every row has keys of its own number.
+"""Attention over a `RaggedStorage`, in which every head of every row has its own number of keys.
 
-The block needs no mask, and one pass over a head's keys serves all queries that read them: the query
-group, the new tokens, and the batch rows that are copies of one row. Two ways, the same numbers:
+The block needs no mask. One pass over a head's keys serves all queries that read them: those of all query heads of the
+group, of all new tokens, and of all batch rows that are copies of one row. There are two ways with the same result:
 
-- head by head, everywhere: block and tail in one softmax;
-- on CUDA in half precision one kernel over all heads at once, each a sequence of its own, whose output
-  is merged with the tail's by their log-sum-exp.
+- head by head, on every device: block and tail are in one softmax;
+- on CUDA in half precision, one kernel computes the blocks of all heads at once, with each head as a sequence of its
+  own. Its output is merged with the tail's by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 from ..attention.logits import logits
 from .storage import RaggedStorage
 
-#: Logits held at once, in elements.
+#: The most logits that are held at once, in elements.
 LOGITS_LIMIT = 1 << 23
-#: A sum of weighted values is shared between threads in parts of at least so many tokens, for at most so many rows.
+#: Threads share a sum of weighted values if it has at most so many rows, and in parts of at least so many tokens.
 LEAST_PART, MOST_ROWS = 512, 32
 
-#: ``(query [S, 1, D], key [T, 1, D], value [T, 1, D], cu_q, cu_k, max_q, max_k, scale)`` to output
-#: `[S, 1, D]` and log-sum-exp of S elements.
+#: A kernel: ``(query [S, 1, D], key [T, 1, D], value [T, 1, D], cu_q, cu_k, max_q, max_k, scale)`` to the output
+#: `[S, 1, D]` and the log-sum-exp of S elements.
 VarlenAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor]]
 
 
@@ -39,16 +39,16 @@ def ragged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of the newest tokens over all that is stored.
+    """Attention of the newest tokens over everything that is stored.
 
     Args:
-        query: `[B, Q, q, D]`, of the tail's last q columns.
-        storage: Its block is seen by every query, its tail as ``attention_mask`` says.
-        attention_mask: The tail's mask, see `tail_mask`.
-        scaling: Factor of the dot product; ``D ** -0.5`` if None.
+        query: `[B, Q, q, D]`, the queries of the tail's last q columns.
+        storage: Every query sees its whole block, and the part of its tail that ``attention_mask`` allows.
+        attention_mask: The mask of the tail, see `tail_mask`.
+        scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: ``c`` of ``c * tanh(logits / c)`` (Gemma 2), or None.
 
-    Returns: `[B, q, Q, Dv]`.
+    Returns: the output `[B, q, Q, Dv]`.
     """
     batch, query_heads, queries, width = query.shape
     columns = storage.length
@@ -58,9 +58,9 @@ def ragged_attention(
     outputs = []
     for start in range(0, queries, step):
         stop = min(start + step, queries)
-        unseen = queries - stop  # columns at the end that none of these queries sees
+        unseen = queries - stop  # the number of last columns that none of these queries sees
         mask = None
-        if attention_mask is not None or stop - start > 1:  # one query alone sees the whole tail
+        if attention_mask is not None or stop - start > 1:  # a single query sees the whole tail
             given = attention_mask
             if given is not None:
                 given = given[..., : given.shape[-1] - unseen]
@@ -73,14 +73,16 @@ def ragged_attention(
 def _some_queries(
     query: Tensor, storage: RaggedStorage, columns: int, mask: Tensor | None, softcap: float | None
 ) -> Tensor:
-    """As `ragged_attention`, of so few queries that all their logits are held at once.
+    """Compute `ragged_attention` for so few queries that all their logits can be held at once.
 
     Args:
-        query: `[B, Q, q, D]`, scaled.
-        storage: See there.
-        columns: T, of the tail, that they see at most.
-        mask: `[B, q, T]`, or None if all is seen.
-        softcap: See there.
+        query: `[B, Q, q, D]`, already scaled.
+        storage: The block and the tail.
+        columns: T, the number of first columns of the tail that these queries may see.
+        mask: `[B, q, T]`, bool; None if every query sees all T columns.
+        softcap: Cap of the logits, or None.
+
+    Returns: the output `[B, q, Q, Dv]`.
     """
     batch, _, queries, width = query.shape
     keys, values = storage.keys[:, :, :columns], storage.values[:, :, :columns]
@@ -98,14 +100,16 @@ def _some_queries(
 def _head_by_head(
     grouped: Tensor, tail: Tensor, tail_values: Tensor, storage: RaggedStorage, softcap: float | None
 ) -> Tensor:
-    """To the output `[B, H, r, Dv]`.
+    """Compute the output head by head.
 
     Args:
-        grouped: Scaled queries `[B, H, r, D]`.
-        tail: The tail's logits `[B, H, r, T]`.
-        tail_values: Its values `[B, H, T, Dv]`.
-        storage: See `ragged_attention`.
-        softcap: The same.
+        grouped: `[B, H, r, D]`, scaled queries: r = G * q for the G query heads of a group.
+        tail: `[B, H, r, T]`, the logits of the tail.
+        tail_values: `[B, H, T, Dv]`, the values of the tail.
+        storage: The storage whose block is read.
+        softcap: Cap of the logits, or None.
+
+    Returns: the output `[B, H, r, Dv]`.
     """
     found = [_distinct_row(row, grouped[at], tail[at], storage, softcap) for row, at in storage.members]
     if len(found) == 1:
@@ -121,7 +125,15 @@ def _head_by_head(
 def _distinct_row(
     row: int, grouped: Tensor, tail: Tensor, storage: RaggedStorage, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """What n copies of a row get of its block, `[n, H, r, Dv]`, and their weights of the tail, `[n, H, r, T]`."""
+    """For n copies of a row: the block's part of the output `[n, H, r, Dv]`, and the tail's weights `[n, H, r, T]`.
+
+    Args:
+        row: The distinct row.
+        grouped: `[n, H, r, D]`, the scaled queries of the copies.
+        tail: `[n, H, r, T]`, the logits of the copies' tails.
+        storage: The storage whose block is read.
+        softcap: Cap of the logits, or None.
+    """
     copies, heads, rows, _ = grouped.shape
     outputs, rests = [], []
     for (keys, values), queries, late in zip(
@@ -130,7 +142,7 @@ def _distinct_row(
         tail.transpose(0, 1).flatten(1, 2).unbind(),
         strict=True,
     ):
-        block = logits(keys, queries, softcap).t()  # [n*r, K]: BLAS reads a tall matrix best as the left one
+        block = logits(keys, queries, softcap).t()  # [n*r, K]; BLAS is fastest with the tall matrix on the left
         weights = torch.cat([block, late], dim=1).softmax(-1).to(grouped.dtype)
         outputs.append(_weighted_sum(weights[:, : len(keys)], values))
         rests.append(weights[:, len(keys) :])
@@ -139,7 +151,7 @@ def _distinct_row(
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """``weights @ values``, `[m, K]` and `[K, Dv]`: a long sum for few rows in parts, which threads can share."""
+    """``weights @ values`` of `[m, K]` and `[K, Dv]`. A long sum for few rows is split, for threads to share it."""
     parts = min(torch.get_num_threads(), len(values) // LEAST_PART)
     if values.is_cuda or parts < 2 or len(weights) > MOST_ROWS:
         return weights @ values
@@ -147,18 +159,18 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     whole = torch.bmm(
         weights[:, :even].unflatten(1, (parts, -1)).transpose(0, 1), values[:even].unflatten(0, (parts, -1))
     ).sum(0)
-    # Not in place: autocast leaves in-place products alone, and would not make the types one.
+    # Not in place, since autocast does not convert the dtypes of in-place products.
     return whole if even == len(values) else torch.addmm(whole, weights[:, even:], values[even:])
 
 
 def _all_heads(
     grouped: Tensor, tail: Tensor, tail_values: Tensor, storage: RaggedStorage, varlen: VarlenAttention
 ) -> Tensor:
-    """As `_head_by_head`, in one kernel."""
+    """Compute the output with one kernel for all heads. See `_head_by_head` for the arguments and the result."""
     batch, heads, rows, width = grouped.shape
     block, device = storage.block, grouped.device
     members: dict[int, slice | Tensor] = dict(storage.members)
-    # A distinct row's queries, head after head: those of all its copies together.
+    # The queries of each distinct row, head after head; within a head, those of all copies of the row.
     packed = torch.cat([grouped[members[row]].transpose(0, 1).reshape(-1, width) for row in members])  # [S, D]
     copies = {row: len(grouped[members[row]]) for row in members}
     sizes = [copies.get(row, 0) * rows for row in range(len(block.lengths)) for _ in range(heads)]
@@ -185,7 +197,7 @@ def _all_heads(
 
 
 def _suits_varlen(grouped: Tensor, storage: RaggedStorage, softcap: float | None) -> bool:
-    """Whether the flash kernels take these tensors."""
+    """Whether the flash kernels can compute with these tensors."""
     width = grouped.shape[-1]
     return (
         grouped.is_cuda
@@ -198,9 +210,9 @@ def _suits_varlen(grouped: Tensor, storage: RaggedStorage, softcap: float | None
     )
 
 
-@functools.cache  # asked in every layer of every step, and a module that is missing is looked for anew each time
+@functools.cache  # called in every layer of every step, and Python searches for a missing module every time
 def varlen_attention() -> VarlenAttention | None:
-    """The flash kernel over sequences of unlike lengths: flash-attn's where installed, else torch's, else None."""
+    """The flash kernel for sequences of different lengths: flash-attn's if it is installed, else torch's, else None."""
     try:
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
@@ -220,7 +232,7 @@ def varlen_attention() -> VarlenAttention | None:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
     except ImportError:
         return None
-    if "scale" not in inspect.signature(varlen_attn).parameters:  # torch 2.10's scales in its own way
+    if "scale" not in inspect.signature(varlen_attn).parameters:  # torch 2.10's kernel sets the scale itself
         return None
 
     def from_torch(
@@ -234,13 +246,13 @@ def varlen_attention() -> VarlenAttention | None:
 
 
 def tail_mask(attention_mask: Tensor | None, rows: int, queries: int, columns: int, device: torch.device) -> Tensor:
-    """Which columns of the tail each query sees, from any back end's mask.
+    """Which columns of the tail each query sees, from the mask of any back end.
 
     Args:
-        attention_mask: None, `[B, T]`, or `[B, 1, q, T]` bool or additive.
-        rows: B.
-        queries: q, the last of the columns.
-        columns: T.
+        attention_mask: None, `[B, T]`, or `[B, 1, q, T]`, which is bool or additive.
+        rows: B, the number of batch rows.
+        queries: q, the number of queries, which are those of the last q columns.
+        columns: T, the number of columns.
 
     Returns: `[B, q, T]`, bool.
     """

@@ -1,4 +1,4 @@
-"""What a cache has used, and what `ProxyPrunedCache.report` tells of it."""
+"""What a cache has used, and the report that `ProxyPrunedCache.report` makes of it."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ class Usage:
     fallback: str | None = None
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add time to a phase."""
+        """Add seconds to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def note_peak(self, held: int) -> None:
-        """Note how many bytes are held now."""
+        """Note that ``held`` bytes are held now, and raise the peak if they are more."""
         self.bytes_peak = max(self.bytes_peak, held)
 
     def fork(self) -> Usage:
-        """What a copy of the cache starts with; its own memory's peak is yet to come."""
+        """What a copy of the cache starts with: the same figures, except for the memory peak, which starts at 0."""
         return dataclasses.replace(self, devices=dict(self.devices), seconds=dict(self.seconds), bytes_peak=0)
 
 
 @dataclass(frozen=True)
 class CacheReport:
-    """A cache in numbers.
+    """The tokens, bytes and seconds of a cache.
 
     Args:
-        seen_tokens: Per row, tokens the model has seen: the prompt's without padding, and all that
-            came after it.
-        kept_tokens: Per row, full-attention layer and head, the tokens held.
-        bytes_full: Bytes a `DynamicCache` of the same tokens holds.
-        bytes_kept: Bytes this cache holds: slack included, memory that rows share counted once.
-        bytes_peak: The most it has held at any time, a layer's fresh KV during the prefill included.
-        bytes_peak_proxy: The most that the scorer's proxy held: its features, KV and scores; weights and
-            passing activations apart.
-        seconds: By phase: ``prefill``, ``wait`` (for scores), ``prune``, ``decode`` (on CUDA, until it is
-            launched), and what the scorer adds (``proxy``, ``mapper``).
-        devices: What ran where.
-        fallback: Why the cache is uncompressed although it should not be, or None.
+        seen_tokens: `[B]`, the tokens that the model has seen in each row: the prompt without padding, and all tokens
+            after it.
+        kept_tokens: `[B][L_full][H]`, the tokens that are held in each row, full-attention layer and head.
+        bytes_full: Bytes that a `DynamicCache` of the same tokens holds.
+        bytes_kept: Bytes that this cache holds. Slack is included, and memory that rows share counts once.
+        bytes_peak: The most bytes that the cache has held at any time. During the prefill this includes the K and V
+            that a layer has just computed.
+        bytes_peak_proxy: The most bytes that the scorer's proxy has held: features, KV pairs and scores, without
+            weights and temporary activations.
+        seconds: Seconds by phase: ``prefill``, ``wait`` (for scores), ``prune``, ``decode`` (on CUDA only until the
+            work is launched), and the phases that the scorer adds (``proxy``, ``mapper``).
+        devices: The device of each model, by ``target`` and ``proxy``.
+        fallback: Why scoring failed, so that the cache is uncompressed; None if scoring has not failed.
     """
 
     seen_tokens: list[int]
@@ -60,7 +61,7 @@ class CacheReport:
     fallback: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a dict for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""From scores to what is kept: pure functions of scores and a `RetentionPolicy`, one row at a time."""
+"""From scores to a kept mask: pure functions of scores and a `RetentionPolicy`, one row at a time."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ COUNTS = ("sink_tokens", "recent_tokens", "min_context")
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """How much of the context is kept, and what is kept in any case.
+    """How much of the context is kept, and which tokens are kept in any case.
+
+    Exactly one of ``retention_ratio`` and ``max_tokens`` is given.
 
     Args:
         retention_ratio: rho, the share of the context's KV pairs that is kept, in (0, 1].
-        max_tokens: Instead of a ratio: context tokens kept per head, on average over the heads.
-        allocation: ``"global"``: one threshold over all layers and heads, KVzip's own rule
-            (arXiv 2505.23416): important heads keep more. ``"uniform"``: the same number for every
-            head of a row.
-        sink_tokens: A row's first tokens, kept in any case (attention sinks, arXiv 2309.17453).
-        recent_tokens: A row's last tokens, kept in any case.
-        protected: Spans ``(start, stop)`` in the row's own positions, kept in any case.
-        min_context: A context of fewer tokens is left whole.
+        max_tokens: The number of context tokens that a head keeps, on average over the heads.
+        allocation: How the budget is divided among heads. ``"global"``: one threshold over all layers and heads, so
+            that important heads keep more; this is KVzip's own rule (arXiv 2505.23416). ``"uniform"``: every head of a
+            row keeps the same number of tokens.
+        sink_tokens: The number of first tokens of a row that are always kept (attention sinks, arXiv 2309.17453).
+        recent_tokens: The number of last tokens of a row that are always kept.
+        protected: Spans ``(start, stop)`` of tokens that are always kept, in the row's own positions (padding is not
+            counted).
+        min_context: A context of fewer tokens than this is not pruned.
 
-    Sinks, recent and protected tokens count within the budget where they lie in the context.
+    Sinks, recent and protected tokens that lie in the context count towards the budget.
 
     Raises:
-        InvalidPolicyError: On construction, naming the argument.
+        InvalidPolicyError: An argument is not valid; the error names it. Raised on construction.
     """
 
     retention_ratio: float | None = None
@@ -75,38 +78,38 @@ class RetentionPolicy:
             "max_tokens": None if self.max_tokens is None else int(self.max_tokens),
             "protected": tuple((int(start), int(stop)) for start, stop in self.protected),
         } | {name: int(getattr(self, name)) for name in COUNTS}
-        for name, value in plain.items():  # numpy's numbers become Python's, for JSON
+        for name, value in plain.items():  # JSON takes Python's numbers, but not numpy's
             object.__setattr__(self, name, value)
 
     def tokens_per_head(self, context_tokens: int) -> float:
-        """Context tokens to keep per head, before rounding."""
+        """The number of context tokens to keep per head, before rounding."""
         if self.max_tokens is not None:
             return min(self.max_tokens, context_tokens)
         assert self.retention_ratio is not None
         return self.retention_ratio * context_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; ``RetentionPolicy(**d)`` reads it back."""
+        """The policy as a dict for JSON; ``RetentionPolicy(**d)`` reads it back."""
         return dataclasses.asdict(self)
 
 
 def check_policy(policy: object) -> None:
-    """Refuse what is no policy, a bare ratio say.
+    """Refuse everything but a policy, for example a bare ratio.
 
     Raises:
-        InvalidPolicyError: It is none.
+        InvalidPolicyError: ``policy`` is not a `RetentionPolicy`.
     """
     if not isinstance(policy, RetentionPolicy):
         raise InvalidPolicyError(
-            f"expected a RetentionPolicy, got {policy!r}: RetentionPolicy(retention_ratio=0.3), say"
+            f"expected a RetentionPolicy, got {policy!r}: pass RetentionPolicy(retention_ratio=0.3), for example"
         )
 
 
 def policy_or_ratio(policy: RetentionPolicy | None, retention_ratio: float | None) -> RetentionPolicy:
-    """``policy``, or a default one of ``retention_ratio``, 0.3 if neither is given.
+    """``policy``, or the default policy for ``retention_ratio``. The ratio is 0.3 if neither is given.
 
     Raises:
-        InvalidPolicyError: Both are given, or a wrong ratio.
+        InvalidPolicyError: Both are given, or the ratio is not valid.
     """
     if policy is not None and retention_ratio is not None:
         raise InvalidPolicyError("expected a policy or a retention_ratio, got both: put the ratio into the policy")
@@ -127,16 +130,16 @@ class Selection:
 
 
 def select(scores: Tensor, policy: RetentionPolicy, context: tuple[int, int]) -> Selection:
-    """The KV pairs of one row that are kept.
+    """Select the KV pairs of one row that are kept.
+
+    ``"global"`` keeps exactly ``round(rho * L * H * (stop - start))`` KV pairs of the context. ``"uniform"`` keeps
+    ``round(rho * (stop - start))`` in every head. More are kept only if protected tokens, or the one KV pair that every
+    head keeps, do not fit. Of equal scores, the earlier in the flattened `[L, H, N]` wins.
 
     Args:
-        scores: `[L, H, N]`, N the row's own tokens; higher is kept. Not NaN inside the context.
-        policy: The budget.
-        context: ``(start, stop)``, ``0 <= start <= stop <= N``: what may be evicted.
-
-    For ``global`` exactly ``round(rho * L * H * (stop - start))`` context pairs are kept, for
-    ``uniform`` ``round(rho * (stop - start))`` in every head, unless protection or the floor of one
-    per head exceed it. Ties go to the earlier place in the flattened `[L, H, N]`.
+        scores: `[L, H, N]` for the row's own N tokens; higher scores are kept. No NaN inside the context.
+        policy: The budget, and the protected tokens.
+        context: The span ``(start, stop)`` that may be evicted, ``0 <= start <= stop <= N``.
     """
     layers, heads, tokens = scores.shape
     start, stop = context
@@ -153,15 +156,15 @@ def select(scores: Tensor, policy: RetentionPolicy, context: tuple[int, int]) ->
     protected = protected[start:stop]
     protected_count = int(protected.sum())
 
-    # The budget is taken per group: one group of all heads, or each head for itself.
+    # Each group of heads has its own budget: one group of all heads, or one group per head.
     inside = scores[:, :, start:stop].reshape(layers * heads, length)
     inside = inside.to(torch.promote_types(inside.dtype, torch.float32), copy=True)
-    inside.clamp_(max=torch.finfo(inside.dtype).max)  # only what is kept in any case scores infinity
+    inside.clamp_(max=torch.finfo(inside.dtype).max)  # infinity marks what is kept in any case
     groups = 1 if policy.allocation == "global" else layers * heads
     heads_per_group = layers * heads // groups
     budget = max(round(policy.tokens_per_head(length) * heads_per_group), heads_per_group)
     inside[:, protected] = math.inf
-    if protected_count == 0 and groups == 1:  # the floor: each head's best comes first
+    if protected_count == 0 and groups == 1:  # the best KV pair of each head is kept in any case
         inside.scatter_(1, first_argmax(inside), math.inf)
     count = max(budget, protected_count * heads_per_group)
     kept = top_k_mask(inside.view(groups, heads_per_group * length), count)
@@ -170,15 +173,15 @@ def select(scores: Tensor, policy: RetentionPolicy, context: tuple[int, int]) ->
 
 
 def top_k_mask(scores: Tensor, count: int) -> Tensor:
-    """The ``count`` largest of each row as a mask; of equal ones the earlier.
+    """Mark the ``count`` largest scores of each row. Of equal scores, the earlier are marked.
+
+    The threshold is selected and the row is scanned twice, which is linear in N, while a sort is not.
 
     Args:
-        scores: `[R, N]`; not NaN.
-        count: 1 to N.
+        scores: `[R, N]`, without NaN.
+        count: How many to mark, 1 to N.
 
-    Returns: `[R, N]`, bool, exactly ``count`` true in each row.
-
-    One selection of the threshold and two sweeps, so linear in N where a sort is not.
+    Returns: `[R, N]`, bool, with exactly ``count`` true values in each row.
     """
     threshold = scores.kthvalue(scores.shape[1] - count + 1, dim=1, keepdim=True).values  # [R, 1]
     above = scores > threshold
@@ -188,14 +191,14 @@ def top_k_mask(scores: Tensor, count: int) -> Tensor:
 
 
 def first_argmax(scores: Tensor) -> Tensor:
-    """`[R, N]` to `[R, 1]`: the earliest place of each row's maximum (``argmax`` does not say which)."""
+    """`[R, N]` to `[R, 1]`: the first position of each row's maximum (``argmax`` may return any of them)."""
     is_max = scores == scores.amax(1, keepdim=True)
     places = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
     return places.masked_fill(~is_max, scores.shape[1]).amin(1, keepdim=True)
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """`[..., N]` bool to `[..., ceil(N / 8)]` uint8, the first place in the lowest bit."""
+    """`[..., N]` bool to `[..., ceil(N / 8)]` uint8, with the first position in the lowest bit."""
     padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 8))
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=mask.device)
     return (padded.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Scores as a scorer has to return them."""
+"""The check of the scores that a scorer returns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .prompt import Prompt
 
 
 def checked_scores(scores: Any, geometry: ModelGeometry, prompt: Prompt) -> Tensor:
-    """``scores``, detached, if they are `[R, L, H, P]` and hold no NaN where one is read.
+    """Check that scores are `[R, L, H, P]` and hold no NaN where they are read; return them detached.
 
     Raises:
-        ScoringError: They are not, or do.
+        ScoringError: The scores have another shape, or hold NaN.
     """
     expected = [len(prompt.lengths), geometry.num_layers, geometry.num_key_value_heads, prompt.columns]
     if not isinstance(scores, Tensor) or [*scores.shape] != expected:
@@ -24,5 +24,5 @@ def checked_scores(scores: Any, geometry: ModelGeometry, prompt: Prompt) -> Tens
     full = list(geometry.full_layers)
     for row, pad in enumerate(prompt.pads):
         if scores[row, full, :, pad:].isnan().any():
-            raise ScoringError(f"the scores of row {row} hold NaN")
+            raise ScoringError(f"expected scores that are numbers, but the scores of row {row} hold NaN")
     return scores.detach()

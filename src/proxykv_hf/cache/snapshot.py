@@ -1,4 +1,4 @@
-"""A cache on disk: one safetensors file, its metadata in the header, that appears whole or not at all."""
+"""A cache on disk: one safetensors file with metadata in its header, which is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is written of a cache.
+    """The content of a cache's file.
 
     Args:
-        layers: The cache's, all filled; or none filled, in a file of an empty cache.
-        kept: What is kept of the prompt; None for an empty cache, which is read but no longer written.
-        policy: The cache's.
-        options: Its arguments ``context``, ``strict``, ``timeout`` and ``schedule``.
-        usage: What it has used; peaks are not written.
+        layers: The cache's layers: all filled, or all empty in the file of an empty cache.
+        kept: What is kept of the prompt. None in the file of an empty cache; such files are read but no longer written.
+        policy: The cache's policy.
+        options: The cache's arguments ``context``, ``strict``, ``timeout`` and ``schedule``.
+        usage: What the cache has used. Peaks are not written.
     """
 
     layers: list[Any]
@@ -50,7 +50,7 @@ class Snapshot:
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path, target: PreTrainedModel) -> None:
-    """Write the file into ``folder``; one that is there is replaced at the end."""
+    """Write the file into ``folder``. An older file is replaced once the new one is complete."""
     kept = snapshot.kept
     assert kept is not None
     tensors: dict[str, Tensor] = {"rows": kept.rows}
@@ -103,20 +103,26 @@ def write_snapshot(snapshot: Snapshot, folder: Path, target: PreTrainedModel) ->
 def read_snapshot(folder: Path, target: PreTrainedModel) -> Snapshot:
     """Read what `write_snapshot` wrote, onto the devices of the target's layers and in the target's dtype.
 
+    If the cache was made by other weights of the same geometry, a `ProxyKVWarning` says so.
+
     Raises:
-        FileNotFoundError: No cache in ``folder``.
-        CacheStateError: The file is damaged, or of another format.
-        GeometryError: A model of another geometry made the cache. Other weights are a warning.
+        FileNotFoundError: ``folder`` holds no cache.
+        CacheStateError: The file is damaged, or has another format.
+        GeometryError: The cache was made by a model of another geometry.
     """
     path = folder / FILE_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"expected a folder that holds {FILE_NAME}, as cache.save(folder) writes it: {folder}")
+        raise FileNotFoundError(
+            f"expected a folder that holds {FILE_NAME}, as cache.save(folder) writes it, got {folder}"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("proxykv", "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, json.JSONDecodeError) as error:
-        raise CacheStateError(f"{path} is no whole safetensors file ({error}): save the cache again") from error
+        raise CacheStateError(
+            f"expected a whole safetensors file, but {path} is damaged ({error}): save the cache again"
+        ) from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         found = header.get("format") if isinstance(header, dict) else None
         raise CacheStateError(f"expected a saved cache of format {FORMAT}, got {found!r} in {path}: save it again")
@@ -125,7 +131,7 @@ def read_snapshot(folder: Path, target: PreTrainedModel) -> Snapshot:
     if are_other_weights(target, header["weights"]):
         warnings.warn(
             f"the cache in {folder} was made by other weights of the same geometry (another fine-tune or "
-            "quantization): answers may suffer",
+            "quantization): answers may be worse",
             ProxyKVWarning,
             stacklevel=3,
         )
@@ -146,7 +152,7 @@ def read_snapshot(folder: Path, target: PreTrainedModel) -> Snapshot:
 
 
 def _move(tensors: dict[str, Tensor], header: dict[str, Any], target: PreTrainedModel) -> None:
-    """Put each layer's K and V where the target's layer is, and into the target's dtype if the file has another."""
+    """Move each layer's K and V to the device of the target's layer, and to the target's dtype if the file differs."""
     dtype = target.dtype if header["dtype"] != str(target.dtype) else None
     devices = {str(module.layer_idx): device_of(module) for module in attention_modules(target)}
     elsewhere = device_of(target)

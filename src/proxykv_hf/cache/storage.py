@@ -1,8 +1,8 @@
-"""The physical K and V of one layer: rectangular (`DenseStorage`), or ragged by row and head.
+"""The physical K and V of one layer: rectangular (`DenseStorage`), or ragged by row and head (`RaggedStorage`).
 
-Both hold *columns* that attention's mask covers: all of a dense storage, and the tail of a ragged
-one, whose kept block lies before every later query and needs no mask. Buffers are allocated outside
-of inference mode, since a tensor born inside cannot be written later under ``no_grad``.
+The attention mask covers the *columns* of a storage: all of a dense storage, and the tail of a ragged one. The kept
+block of a ragged storage lies before every later query and needs no mask. Buffers are allocated outside of inference
+mode, because a tensor that is made in inference mode cannot be written later under ``no_grad``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Batch rows: a slice where they lie together, else their numbers.
+#: Batch rows: a slice if they are consecutive, else their indices.
 Members = slice | Tensor
 
-#: Room that growing may leave unused: this many tokens or this share, whichever is more.
+#: Room that may stay unused when a storage grows: this many tokens or this share of them, whichever is more.
 SLACK_TOKENS = 16
 SLACK_SHARE = 0.03
 
 
 def plain_tensors(function: Callable[P, R]) -> Callable[P, R]:
-    """Run without autograd and outside of inference mode."""
+    """Make a function run without autograd and outside of inference mode."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -38,7 +38,7 @@ def plain_tensors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """``tensor``, detached and contiguous, no larger buffer behind it, writable outside of inference mode."""
+    """``tensor``, detached, contiguous, writable outside of inference mode, and with no larger buffer behind it."""
     tensor = tensor.detach().contiguous()
     if tensor.is_inference() or tensor.untyped_storage().nbytes() > tensor.nbytes:
         tensor = tensor.clone()
@@ -46,7 +46,7 @@ def own(tensor: Tensor) -> Tensor:
 
 
 class DenseStorage:
-    """K `[B, H, N, D]` and V `[B, H, N, Dv]`, growing in place within a buffer.
+    """K `[B, H, N, D]` and V `[B, H, N, Dv]` of one layer, which grow in place within a buffer.
 
     Args:
         keys: `[B, H, N, D]`.
@@ -72,7 +72,7 @@ class DenseStorage:
 
     @plain_tensors
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add columns: `[B, H, q, D]` and `[B, H, q, Dv]`."""
+        """Add the columns K `[B, H, q, D]` and V `[B, H, q, Dv]`."""
         length = self.length + keys.shape[2]
         if length > self._keys.shape[2] or self._shared:
             slack = max(SLACK_TOKENS, int(SLACK_SHARE * length))
@@ -90,19 +90,19 @@ class DenseStorage:
         return new
 
     def crop(self, columns: int) -> None:
-        """Drop the last ``columns`` columns."""
+        """Remove the last ``columns`` columns."""
         self.length -= columns
 
     @plain_tensors
     def select(self, rows: Tensor) -> None:
-        """Keep the batch rows ``rows`` `[B']`, in that order, repeated where they repeat."""
+        """Keep the batch rows ``rows`` `[B']`, in that order. A row may come several times."""
         rows = rows.to(self._keys.device)
         self._keys = self._keys.index_select(0, rows)
         self._values = self._values.index_select(0, rows)
         self._shared = False
 
     def fork(self) -> DenseStorage:
-        """A storage of the same columns; whichever of the two grows first makes its own copy."""
+        """A storage with the same columns. Whichever of the two grows first copies them."""
         twin = object.__new__(DenseStorage)
         twin._keys, twin._values, twin.length = self._keys, self._values, self.length
         self._shared = twin._shared = True
@@ -111,19 +111,25 @@ class DenseStorage:
     @classmethod
     @plain_tensors
     def empty(cls, keys: Tensor, values: Tensor, keep: Tensor) -> DenseStorage:
-        """Room for what ``keep`` marks, the same number for every row and head, to be filled; see `fill`."""
+        """Unfilled storage for the columns that ``keep`` marks and for all later ones, see `fill`.
+
+        Args:
+            keys: `[B, H, N, D]`.
+            values: `[B, H, N, Dv]`.
+            keep: `[R, H, N']`, bool, ``N' <= N``, with the same number of marks for every row and head.
+        """
         room = (*keys.shape[:2], int(keep[0, 0].sum()) + keys.shape[2] - keep.shape[2])
         return cls(keys.new_empty(*room, keys.shape[3]), values.new_empty(*room, values.shape[3]))
 
     @plain_tensors
     def fill(self, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor) -> None:
-        """Take what ``keep`` marks, which must be as much as there is room for in every row and head.
+        """Copy in the columns that ``keep`` marks, and all later ones. In every row and head they must fill the room.
 
         Args:
             keys: `[B, H, N, D]`.
             values: `[B, H, N, Dv]`.
-            keep: `[R, H, N']`, bool, ``N' <= N``; later columns are all kept.
-            rows: `[B]`, which row of ``keep`` each batch row follows.
+            keep: `[R, H, N']`, bool, ``N' <= N``. All later columns are kept.
+            rows: `[B]`, the row of ``keep`` that each batch row follows.
         """
         distinct, heads, prompt = keep.shape
         places = keep.nonzero()[:, 2].view(distinct, heads, -1)  # [R, H, K], ascending
@@ -140,12 +146,12 @@ class DenseStorage:
 
 @dataclass(frozen=True)
 class RaggedBlock:
-    """Kept K and V of R distinct rows, each head with its own length; never written after it is filled.
+    """The kept K and V of R distinct rows, each head with its own length. Never written after it is filled.
 
     Args:
-        keys: `[T, D]`: row after row, head after head, positions ascending.
-        values: `[T, Dv]`.
-        lengths: `[R][H]`, how many of the T belong to each row and head.
+        keys: `[T, D]`, row after row, head after head, with ascending positions.
+        values: `[T, Dv]`, in the same order.
+        lengths: `[R][H]`, how many of the T KV pairs belong to each row and head.
     """
 
     keys: Tensor
@@ -155,18 +161,18 @@ class RaggedBlock:
     @classmethod
     @plain_tensors
     def empty(cls, keys: Tensor, values: Tensor, lengths: tuple[tuple[int, ...], ...]) -> RaggedBlock:
-        """Room for so much of such K `[B, H, N, D]` and V `[B, H, N, Dv]`, to be filled."""
+        """An unfilled block of these ``lengths``, with the head dims and dtypes of ``keys`` and ``values``."""
         total = sum(map(sum, lengths))
         return cls(keys.new_empty(total, keys.shape[3]), values.new_empty(total, values.shape[3]), lengths)
 
     @plain_tensors
     def fill(self, keys: Tensor, values: Tensor, keep: Tensor, representatives: Sequence[int]) -> None:
-        """Take what ``keep`` marks; no more than one head's indices is allocated.
+        """Copy in the columns that ``keep`` marks. No more memory is allocated than for the indices of one head.
 
         Args:
             keys: `[B, H, N, D]`.
             values: `[B, H, N, Dv]`.
-            keep: `[R, H, N]`, bool, ``lengths`` in number.
+            keep: `[R, H, N]`, bool, with as many marks for each row and head as ``lengths`` says.
             representatives: R batch rows, one for each distinct row.
         """
         keep = keep.to(keys.device)
@@ -178,19 +184,19 @@ class RaggedBlock:
 
     @functools.cached_property
     def heads(self) -> tuple[tuple[tuple[Tensor, Tensor], ...], ...]:
-        """`[R][H]`: K `[K, D]` and V `[K, Dv]` of each head of each distinct row, views."""
+        """`[R][H]`: views of K `[K, D]` and V `[K, Dv]` for each head of each distinct row."""
         lengths = [length for row in self.lengths for length in row]
         pairs = iter(zip(self.keys.split(lengths), self.values.split(lengths), strict=True))
         return tuple(tuple(next(pairs) for _ in row) for row in self.lengths)
 
 
 class RaggedStorage:
-    """A kept block, shared by copies of a row and by forks, and a dense tail of later columns.
+    """A kept block, which copies of a row and forks share, and a dense tail of later columns.
 
     Args:
-        block: What was kept.
+        block: The KV pairs that were kept.
         rows: `[B]`, the row of the block that each batch row reads.
-        tail: B rows of later columns.
+        tail: The later columns of the B batch rows.
     """
 
     def __init__(self, block: RaggedBlock, rows: Tensor, tail: DenseStorage) -> None:
@@ -201,7 +207,7 @@ class RaggedStorage:
 
     @property
     def members(self) -> list[tuple[int, Members]]:
-        """Each distinct row that is in use, and the batch rows that read it: one pass over its block serves all."""
+        """Each distinct row in use, and the batch rows that read it. One pass over the distinct row serves them all."""
         if self._members is None:
             self._members = []
             for row in self.rows.unique().tolist():
@@ -214,7 +220,7 @@ class RaggedStorage:
     @classmethod
     @plain_tensors
     def empty(cls, keys: Tensor, values: Tensor, keep: Tensor, rows: Tensor) -> RaggedStorage:
-        """Room for what ``keep`` marks, to be filled, see `fill`; all its views are made.
+        """Unfilled storage for the columns that ``keep`` marks, see `fill`.
 
         Args:
             keys: `[B, H, N, D]`.
@@ -223,16 +229,16 @@ class RaggedStorage:
             rows: `[B]`, the distinct row of each batch row.
         """
         block = RaggedBlock.empty(keys, values, tuple(map(tuple, keep.sum(2).tolist())))
-        _ = block.heads
+        _ = block.heads  # makes all views now
         return cls(block, rows, DenseStorage(keys[:, :, :0], values[:, :, :0]))
 
     def fill(self, keys: Tensor, values: Tensor, keep: Tensor, representatives: Sequence[int]) -> None:
-        """Take what ``keep`` marks.
+        """Copy the columns that ``keep`` marks into the block, and all later ones into the tail.
 
         Args:
             keys: `[B, H, N, D]`.
             values: `[B, H, N, Dv]`.
-            keep: `[R, H, N']`, bool, ``N' <= N``; columns from N' on go to the tail.
+            keep: `[R, H, N']`, bool, ``N' <= N``. Columns from N' on go to the tail.
             representatives: R batch rows, one for each distinct row.
         """
         prompt = keep.shape[2]
@@ -243,7 +249,7 @@ class RaggedStorage:
     @classmethod
     @plain_tensors
     def share(cls, dense: DenseStorage) -> RaggedStorage:
-        """All of ``dense`` as a block that copies of its rows can share; not copied unless it has slack."""
+        """All columns of ``dense`` as a block that copies of a row can share. Nothing is copied if it has no slack."""
         keys, values = dense.keys, dense.values
         batch, heads, columns, _ = keys.shape
         lengths = ((columns,) * heads,) * batch
@@ -252,35 +258,35 @@ class RaggedStorage:
 
     @property
     def length(self) -> int:
-        """Columns of the tail."""
+        """Number of columns of the tail."""
         return self.tail.length
 
     @property
     def keys(self) -> Tensor:
-        """`[B, H, T, D]`: the tail's."""
+        """`[B, H, T, D]`, K of the tail."""
         return self.tail.keys
 
     @property
     def values(self) -> Tensor:
-        """`[B, H, T, Dv]`: the tail's."""
+        """`[B, H, T, Dv]`, V of the tail."""
         return self.tail.values
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add columns to the tail: `[B, H, q, D]` and `[B, H, q, Dv]`."""
+        """Add the columns K `[B, H, q, D]` and V `[B, H, q, Dv]` to the tail."""
         self.tail.append(keys, values)
 
     def crop(self, columns: int) -> None:
-        """Drop the tail's last ``columns`` columns."""
+        """Remove the last ``columns`` columns of the tail."""
         self.tail.crop(columns)
 
     def select(self, rows: Tensor) -> None:
-        """Keep the batch rows ``rows`` `[B']`; the block is not copied."""
+        """Keep the batch rows ``rows`` `[B']`. The block is not copied."""
         self.rows = self.rows[rows.to(self.rows.device)]
         self._members = None
         self.tail.select(rows)
 
     def fork(self) -> RaggedStorage:
-        """A storage that shares the block."""
+        """A storage with the same columns, which shares the block for good and the tail until one of them grows."""
         return RaggedStorage(self.block, self.rows, self.tail.fork())
 
     def tensors(self) -> Iterator[Tensor]:
@@ -289,6 +295,6 @@ class RaggedStorage:
 
 
 def storage_bytes(tensors: Iterator[Tensor] | Sequence[Tensor]) -> int:
-    """Bytes of the memory behind ``tensors``, memory that they share counted once."""
+    """Bytes of the memory behind ``tensors``. Memory that they share counts once."""
     storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
