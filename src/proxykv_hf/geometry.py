@@ -1,4 +1,4 @@
-"""What of a model decides the shape of its KV cache, read from its config, and a fingerprint of its weights."""
+"""The geometry of a model's KV cache, read from its config, and a fingerprint of the model's weights."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from ._compat import DynamicLayer, DynamicSlidingWindowLayer, execution_device
 from .errors import GeometryError, UnsupportedModelError
 
-#: Of quantised weights (bitsandbytes, GPTQ, AWQ). Indices are int64 and masks bool.
+#: The dtypes of quantised weights (bitsandbytes, GPTQ, AWQ). Not int64 and bool, the dtypes of indices and masks.
 PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Layers, heads and sizes of a decoder.
+    """The layers, heads and sizes of a decoder.
 
     Args:
-        num_layers: L, all decoder layers.
-        num_key_value_heads: H of the full-attention layers.
-        num_attention_heads: Q.
-        head_dim: D of the full-attention layers.
-        sliding_windows: Per layer the window of a sliding-window layer, or None for full attention.
-            Only full-attention layers are pruned.
+        num_layers: L, the number of decoder layers.
+        num_key_value_heads: H, the number of KV heads of a full-attention layer.
+        num_attention_heads: Q, the number of query heads of a layer.
+        head_dim: D, the head dimension of a full-attention layer.
+        sliding_windows: For each layer, the window in tokens if it has a sliding window, or None if it has full
+            attention. Only full-attention layers are pruned.
     """
 
     num_layers: int
@@ -38,17 +38,17 @@ class ModelGeometry:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> ModelGeometry:
-        """Read a config.
+        """Read the geometry from a model's config.
 
         Raises:
-            UnsupportedModelError: An encoder-decoder, a model whose cache is not plain K and V
-                (recurrent, convolutional, compressed), or one with no full-attention layer.
+            UnsupportedModelError: The model is an encoder-decoder, its cache is not plain K and V (recurrent,
+                convolutional, compressed), or it has no full-attention layer.
         """
         try:
             return cls._read(config)
         except UnsupportedModelError:
             raise
-        except (AttributeError, RuntimeError) as error:  # transformers' own words for heads that differ by layer
+        except (AttributeError, RuntimeError) as error:  # transformers raises these if heads differ by layer
             raise UnsupportedModelError(
                 f"expected one number of heads and one head size for all layers of {type(config).__name__}: {error}"
             ) from error
@@ -64,7 +64,9 @@ class ModelGeometry:
         decoder = config.get_text_config(decoder=True)
         heads = getattr(decoder, "num_attention_heads", None)
         if not isinstance(heads, int):
-            raise UnsupportedModelError(f"expected a model with attention heads, got {name}: it has no KV to prune")
+            raise UnsupportedModelError(
+                f"expected a model with attention heads, got {name}: it has no KV pairs to prune"
+            )
         windows: list[int | None] = []
         for index, layer in enumerate(DynamicCache(config=decoder).layers):
             if type(layer) is DynamicLayer:
@@ -76,7 +78,7 @@ class ModelGeometry:
                     f"expected full or sliding-window attention in every layer, got "
                     f"{type(layer).__name__} in layer {index} of {name}"
                 )
-        if not windows:  # a config from which transformers cannot tell the layers
+        if not windows:  # transformers cannot tell the layers from this config
             windows = [None] * decoder.num_hidden_layers
         if all(window is not None for window in windows):
             raise UnsupportedModelError(
@@ -93,15 +95,16 @@ class ModelGeometry:
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """Indices of the full-attention layers, those that are pruned."""
+        """The indices of the full-attention layers. Only these layers are pruned."""
         return tuple(index for index, window in enumerate(self.sliding_windows) if window is None)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it back."""
+        """The geometry as a dict for JSON; `from_dict` reads it back."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelGeometry:
+        """Read what `to_dict` returned."""
         return cls(**{**data, "sliding_windows": tuple(data["sliding_windows"])})
 
 
@@ -111,20 +114,20 @@ def check_geometry(
     """Refuse a model of another geometry.
 
     Args:
-        expected: What something was made for.
-        got: The model's.
-        what: How the error begins.
-        widths: The hidden size expected and got, where it matters.
+        expected: The geometry that something was made for.
+        got: The model's geometry.
+        what: The beginning of the error message.
+        widths: The hidden size expected and got, if it has to be the same too.
 
     Raises:
-        GeometryError: Naming what differs.
+        GeometryError: The geometries differ. The error names the differences.
     """
     ours, theirs = expected.to_dict(), got.to_dict()
     if widths is not None:
         ours["hidden_size"], theirs["hidden_size"] = widths
     differ = [name for name in ours if ours[name] != theirs[name]]
     if "num_layers" in differ and not any((*expected.sliding_windows, *got.sliding_windows)):
-        differ.remove("sliding_windows")  # none in either: as many as there are layers
+        differ.remove("sliding_windows")  # with no window in either model, it only repeats num_layers
     if differ:
         raise GeometryError(
             f"{what}: expected {', '.join(f'{name}={ours[name]!r}' for name in differ)}, got "
@@ -133,25 +136,25 @@ def check_geometry(
 
 
 def check_loaded(target: object) -> None:
-    """Refuse what is no model, the name of one say.
+    """Refuse everything but a loaded model, for example a model's name.
 
     Raises:
-        TypeError: It is none.
+        TypeError: ``target`` is not a loaded model.
     """
     if not isinstance(target, nn.Module):
         raise TypeError(
-            f"target: expected a loaded model, as AutoModelForCausalLM.from_pretrained gives it, got {target!r}"
+            f"target: expected a loaded model, as AutoModelForCausalLM.from_pretrained returns it, got {target!r}"
         )
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Positions that a model's decoder has, or None if its config does not say."""
+    """The number of positions that a model's decoder has, or None if its config does not say."""
     limit: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where ``module`` computes: its first parameter's device or, if that is offloaded, accelerate's for it."""
+    """The device that ``module`` computes on: that of its first parameter, or accelerate's if that is offloaded."""
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
             if not parameter.is_meta:
@@ -162,12 +165,13 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str | None:
-    """16 hex digits that differ for other weights of the same geometry, say another quantization.
+    """16 hex digits that differ for other weights of the same geometry, for example another quantization.
 
-    None where weights are offloaded, and cannot be read.
+    None if weights are offloaded, and so cannot be read.
 
-    A hash over the names and at most 16 evenly spaced values of each parameter, floating-point ones as float32: quick,
-    the same on every device, and independent of the parameters' layout. Quantised modules count with their buffers.
+    The fingerprint is a hash over the names and at most 16 evenly spaced values of each parameter, with floating-point
+    values as float32. It is quick to compute, the same on every device, and independent of the parameters' layout. The
+    buffers of quantised modules count as well.
     """
     digest = hashlib.sha256()
     for name, weights in sorted(_weights(model).items()):
@@ -183,9 +187,9 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by name, and the buffers of modules that hold packed integers for a weight, scales among them.
+    """The parameters by name, and all buffers (scales, for example) of modules that hold quantised weights.
 
-    Other buffers are what the config says, and no weights.
+    Other buffers follow from the config, and are not weights.
     """
     weights: dict[str, Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
@@ -196,5 +200,5 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def are_other_weights(model: PreTrainedModel, fingerprint: str | None) -> bool:
-    """Whether ``model``'s weights are known to be others than those of ``fingerprint``; None is that of none known."""
+    """Whether ``model``'s weights are known to differ from those of ``fingerprint``, which is None if unknown."""
     return fingerprint is not None and weights_fingerprint(model) not in (None, fingerprint)

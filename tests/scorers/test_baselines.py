@@ -374,7 +374,7 @@ def apply_rotary_pos_emb(query, key, cos, sin):
         (lambda model: setattr(model.model, "rotary_emb", None), "expected a model with rotary positions"),
         (
             lambda model: setattr(model.model.layers[0].self_attn, "__class__", OwnAttention),
-            "expected LlamaForCausalLM to turn queries .* but layer 0 does otherwise",
+            "expected LlamaForCausalLM to rotate queries .* but layer 0 does not",
         ),
     ],
 )

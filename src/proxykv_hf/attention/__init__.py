@@ -1,1 +1,1 @@
-"""A model's attention: how it is taken over, read and repeated."""
+"""A model's attention: how it is replaced, read, and computed again."""

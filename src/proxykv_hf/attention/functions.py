@@ -36,12 +36,12 @@ class AttentionCall:
     """One call of an attention function, as a model made it.
 
     Args:
-        backend: The function that the model would have called without us.
+        backend: The function that the model would have called without this package.
         module: The attention module.
-        query: `[B, Q, q, D]`, rotated.
+        query: `[B, Q, q, D]`, after RoPE.
         key: `[B, H, N, D]`, as the layer's ``update`` returned it.
-        value: `[B, H, N, Dv]`, likewise.
-        attention_mask: As the back end's mask function made it.
+        value: `[B, H, N, Dv]`, as the layer's ``update`` returned it.
+        attention_mask: The mask that the back end's mask function made.
         kwargs: All other arguments.
     """
 
@@ -64,19 +64,20 @@ class AttentionCall:
         return self.kwargs.get("softcap")
 
     def by_backend(self) -> AttentionOutput:
-        """Have the back end compute it."""
+        """Let the back end compute the attention."""
         return self.backend(self.module, self.query, self.key, self.value, self.attention_mask, **self.kwargs)
 
     def check(self) -> None:
         """Refuse arguments that a pruned cache could not honour later.
 
         Raises:
-            UnsupportedModelError: Naming the argument.
+            UnsupportedModelError: There is such an argument, which the error names.
         """
         mask = self.attention_mask
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
             raise UnsupportedModelError(
-                "the model's attention has a mask for each head, which evicted tokens would shift"
+                "expected one attention mask for all heads, got a mask for each head, which no longer fits the keys "
+                "once tokens are evicted: use another model"
             )
         for name in UNSUPPORTED_KEYWORDS:
             if self.kwargs.get(name) is not None:
@@ -89,13 +90,13 @@ class AttendingLayer(Protocol):
     """A cache layer that takes part in the attention over its keys."""
 
     def attend(self, call: AttentionCall) -> AttentionOutput:
-        """Compute the attention, or have the back end do it."""
+        """Compute the attention, or let the back end do it."""
         ...
 
 
 class _ThreadState(threading.local):
     handed: tuple[Tensor, Tensor, AttendingLayer] | None = None
-    attended: weakref.ref[Tensor] | None = None  # the keys that a layer attended over last
+    attended: weakref.ref[Tensor] | None = None  # the keys of the last attention that a layer computed
     hidden: Tensor | None = None
 
 
@@ -125,18 +126,18 @@ def check_consumed() -> None:
 
 
 def forget() -> None:
-    """Drop what an interrupted forward has left behind in this thread."""
+    """Drop what an interrupted forward left behind in this thread."""
     _thread.handed = _thread.hidden = None
 
 
 def take_hidden() -> Tensor | None:
-    """The hidden states `[B, q, hidden]` that entered the attention module now running, see `tap_hidden`."""
+    """The hidden states `[B, q, hidden]` that entered the attention module that now runs, see `tap_hidden`."""
     hidden, _thread.hidden = _thread.hidden, None
     return hidden
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The decoder's self-attention modules, in the order of the model."""
+    """The decoder's self-attention modules, in the model's order."""
     return [
         module
         for module in model.modules()
@@ -145,7 +146,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def tap_hidden(model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
-    """Have the attention modules note their input for `take_hidden`, until the handles are removed."""
+    """Make the attention modules note their input for `take_hidden`, until the returned handles are removed."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _thread.hidden = kwargs.get("hidden_states", args[0] if args else None)
@@ -166,7 +167,7 @@ def _backend_function(name: str, module: nn.Module) -> Backend:
 
 
 def _under_own_name(function: Backend) -> Backend:
-    """A flash back end looks up its kernel by the name in the module's config: show it the name without `PREFIX`."""
+    """Show a flash back end the name without `PREFIX`: it finds its kernel by the name in the module's config."""
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> AttentionOutput:
         return function(_Renamed(module), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""How a model is given our attention functions and forward hooks, and how it gets back its own."""
+"""Replaces a model's attention functions and hooks its forward, and later gives the model its own back."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .functions import PREFIX, attention_function, attention_modules, forget
 
 
 class Lease:
-    """A share in the use of a model's attention; given up by `release`, or when it is collected.
+    """A share in the use of a model's attention. It ends with `release`, or when it is garbage-collected.
 
-    The first share swaps the model's attention implementation and hooks its forward. When the last share is given up,
-    everything is put back. A deep copy is a share of its own.
+    The first share replaces the model's attention implementation and hooks its forward. When the last share ends, the
+    model is put back as it was. A deep copy is a share of its own.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -34,7 +34,7 @@ class Lease:
         self._finalizer = weakref.finalize(self, _Attachment.take(model).give_up)
 
     def release(self) -> None:
-        """Give up the share; a second call does nothing."""
+        """End the share. A second call does nothing."""
         self._finalizer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lease:
@@ -49,7 +49,7 @@ class Lease:
 
 
 class _Attachment:
-    """What was changed on a model, and how many shares are out."""
+    """What was changed on a model, and how many shares use it."""
 
     _lock = threading.RLock()
     _of_model: ClassVar[weakref.WeakKeyDictionary[nn.Module, _Attachment]] = weakref.WeakKeyDictionary()
@@ -59,10 +59,10 @@ class _Attachment:
     def __init__(self, model: PreTrainedModel) -> None:
         if any(_is_compiled(module) and attention_modules(module) for module in model.modules()):
             raise UnsupportedModelError(
-                f"expected a model whose attention runs as it is written, got {type(model).__name__} under "
-                "torch.compile, in which the cache cannot take its part: pass the model itself and generate with it, "
-                "uncompiled (after compiled = torch.compile(model) that is still `model`; after model.compile() load "
-                "it anew). Parts without attention may be compiled: for layer in model.model.layers: "
+                f"expected a model whose attention is not compiled, got {type(model).__name__} under torch.compile, "
+                "where the cache cannot take part in the attention: pass the uncompiled model and generate with it "
+                "(after compiled = torch.compile(model) that is still `model`; after model.compile() load the model "
+                "again). Parts without attention may be compiled: for layer in model.model.layers: "
                 "layer.mlp.compile()"
             )
         check_attention_interface(model.config)
@@ -98,11 +98,11 @@ class _Attachment:
                 if attachment is None:
                     attachment = cls._of_model[model] = cls(model)
                 attachment._shares += 1
-                if attachment._is_attached:  # else a cache that was collected just now has given up the last share
+                if attachment._is_attached:  # else the last share has just ended, when its cache was garbage-collected
                     return attachment
 
     def give_up(self) -> None:
-        """Take away a share; with the last one, put the model back as it was."""
+        """Remove a share. With the last one, put the model back as it was."""
         with self._lock:
             self._shares -= 1
             if self._shares or not self._is_attached:
@@ -117,7 +117,7 @@ class _Attachment:
                 if self._configs[id(config)]:
                     continue
                 del self._configs[id(config)]
-                if attention_name(config) == PREFIX + name:  # unless somebody has set another one since
+                if attention_name(config) == PREFIX + name:  # unless somebody has set another name since
                     set_attention_name(config, name)
             for name in self._backends:
                 self._names[name] -= 1
@@ -148,7 +148,7 @@ def _attention_configs(model: PreTrainedModel) -> Iterator[Any]:
 
 
 class ForwardAware(Protocol):
-    """A cache that is told of the forwards in which it is used."""
+    """A cache that is told when a forward that uses it begins and ends."""
 
     def before_forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Attention logits as transformers' models define them, scaled, and capped for Gemma 2; and the weights of a prompt."""
+"""Attention logits as transformers' models define them (scaled, and capped for Gemma 2), and a prompt's weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-#: Attention weights held at once, in elements: what fits in a CPU core's cache, and what fills a GPU.
+#: The most attention weights that are held at once, in elements: those that fit in a CPU core's cache, and those that
+#: keep a GPU busy.
 IN_CACHE, ON_GPU = 1 << 19, 1 << 26
 
 
@@ -18,7 +19,7 @@ def scaled_logits(query: Tensor, key: Tensor, scaling: float | None, softcap: fl
     Args:
         query: `[..., q, D]`.
         key: `[..., N, D]`.
-        scaling: Factor of the dot product; ``D ** -0.5`` if None.
+        scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: ``c`` of ``c * tanh(logits / c)`` (Gemma 2), or None.
 
     Returns: `[..., q, N]`.
@@ -27,7 +28,7 @@ def scaled_logits(query: Tensor, key: Tensor, scaling: float | None, softcap: fl
 
 
 def logits(query: Tensor, key: Tensor, softcap: float | None) -> Tensor:
-    """As `scaled_logits`, of queries (or keys: the product is the same, transposed) that are scaled already."""
+    """Compute `scaled_logits` of queries that are scaled already. If query and key are swapped, it is transposed."""
     products = torch.matmul(query, key.transpose(-1, -2)).float()
     return products if softcap is None else (products / softcap).tanh() * softcap
 
@@ -35,17 +36,18 @@ def logits(query: Tensor, key: Tensor, softcap: float | None) -> Tensor:
 def causal_weights(
     query: Tensor, key: Tensor, scaling: float | None, softcap: float | None, window: int | None = None
 ) -> Iterator[tuple[int, int, int, Tensor]]:
-    """Causal attention's weights, block by block: never an N x N tensor.
+    """The weights of causal attention, block by block, so that there is never an N x N tensor.
 
     Args:
-        query: `[Q, q, D]`, of the last q tokens.
+        query: `[Q, q, D]`, the queries of the last q tokens.
         key: `[H, N, D]`.
-        scaling: See `scaled_logits`.
-        softcap: The same.
-        window: Of a sliding-window layer: a query sees so many last keys, its own token's among them.
+        scaling: Factor of the dot product; None for ``D ** -0.5``.
+        softcap: Cap of the logits, or None.
+        window: The window in tokens of a sliding-window layer: a query sees this many last keys, including its own
+            token's. None for full attention.
 
-    Yields: a KV head, ``start`` and ``stop``, and the weights `[G, stop - start, stop]`, float32, that the queries of
-        the tokens ``start`` to ``stop`` give to the keys up to there, for each query head of the group.
+    Yields: a KV head, ``start``, ``stop``, and weights `[G, stop - start, stop]`, float32: those that the queries of
+        tokens ``start`` to ``stop`` give to all keys before ``stop``, for each of the G query heads of the group.
     """
     heads, tokens, _ = key.shape
     grouped = query.unflatten(0, (heads, -1))  # [H, G, q, D]

@@ -11,12 +11,12 @@ from .functions import AttentionCall, AttentionOutput, hand_over
 
 
 class PassingLayer(DynamicLayer):
-    """Hands a forward's own K and V on to the attention, and keeps none of them.
+    """Passes a forward's own K and V on to the attention, and keeps none of them.
 
     A subclass reads the attention in `attend`.
 
     Args:
-        is_sliding: Whether the model's layer has a sliding window, which decides the mask that the model builds.
+        is_sliding: Whether the model's layer has a sliding window. It decides which mask the model builds.
     """
 
     is_initialized = True
@@ -25,7 +25,7 @@ class PassingLayer(DynamicLayer):
         self.is_sliding = is_sliding
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return K `[B, H, q, D]` and V `[B, H, q, Dv]`, to be attended over by `attend`."""
+        """Return K `[B, H, q, D]` and V `[B, H, q, Dv]`, and announce them, so that `attend` is called with them."""
         hand_over(key_states, value_states, self)
         return key_states, value_states
 
@@ -34,7 +34,7 @@ class PassingLayer(DynamicLayer):
         return call.by_backend()
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        """0: nothing was seen before this forward."""
+        """0, because nothing was seen before this forward."""
         return 0
 
     def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:

@@ -1,15 +1,18 @@
-"""KVzip's scores (arXiv 2505.23416): how much a model looks at each KV pair while repeating its context.
+"""KVzip's scores (arXiv 2505.23416): how much attention a model gives to each KV pair while it repeats its context.
 
-The one place where the recipe is written: for the oracle and teacher on the target, and for whoever
-runs it on another model. Recipe ``kvzip-1``: the context in chunks of 2048 tokens; for each, one
-forward over ``repeat prompt + chat suffix + chunk`` at positions that follow the prefill; in every
-layer the attention of these queries over exactly [4 sink tokens, the chunk, the queries themselves
-(causal)]; a KV pair's score is the largest weight that any query of any query head of its group
-gives it.
+This file is the only place that defines the recipe. The oracle and the teacher run it on the target, and some scorers
+run it on the proxy. Recipe ``kvzip-1``:
 
-The softmax of a chunk is over that chunk, so in the last one, if it is short, fewer tokens share the weight and score
-higher than those of a whole one. As far as we know that is KVzip's own chunking, and it is kept: the scores of teachers
-and shipped mappers are of this recipe.
+- the context is split into chunks of 2048 tokens;
+- for each chunk, the model runs one forward over ``repeat prompt + chat suffix + chunk``, at positions that follow the
+  prefill;
+- in every layer, the attention of these queries is taken over exactly [4 sink tokens, the chunk, the queries themselves
+  (causal)];
+- the score of a KV pair is the largest weight that any query of any query head of its group gives to it.
+
+The softmax of a chunk runs over that chunk alone. In a short last chunk, fewer tokens share the weight, so they score
+higher than the tokens of a full chunk. As far as we know this is KVzip's own chunking. We keep it, because the scores
+of teachers and of shipped mappers follow this recipe.
 """
 
 from __future__ import annotations
@@ -32,12 +35,13 @@ from .passing import PassingLayer
 RECIPE = "kvzip-1"
 CHUNK_TOKENS = 2048
 SINK_TOKENS = 4
-#: Tokens of the chunk before that a later chunk's prompt quotes.
+#: The repeat prompt of a later chunk quotes this many last tokens of the chunk before it.
 QUOTED_TOKENS = 8
-#: Queries scored at once: bounds the attention weights held to block x (chunk + repeat).
+#: Queries that are scored at once. It bounds the attention weights in memory to block x (chunk + repeat).
 QUERY_BLOCK = 256
 
-#: What asks for the first chunk, and for a later one whose quoted start follows. Another wording is another recipe.
+#: The repeat prompts: for the first chunk, and for later chunks, where the quoted tokens follow it. Another wording is
+#: another recipe.
 PROMPTS = (
     "\n\nRepeat the previous context exactly.",
     "\n\nRepeat the part of the previous context exactly, starting with",
@@ -50,7 +54,16 @@ def repeat_inputs(
     chunk_tokens: int = CHUNK_TOKENS,
     prompts: tuple[str, str] = PROMPTS,
 ) -> list[tuple[int, int, Tensor]]:
-    """Chunks ``(start, stop)`` of the context `[n]`, and what is fed to the model to repeat each."""
+    """Make the inputs that ask a model to repeat its context.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        context_ids: `[n]`, the context.
+        chunk_tokens: Context tokens per chunk.
+        prompts: The repeat prompts, see ``PROMPTS``.
+
+    Returns: for each chunk, ``start`` and ``stop`` in the context, and the token ids to feed to the model.
+    """
     first, later = prompts
     suffix = encode(tokenizer, chat_affixes(tokenizer)[1])
     inputs = []
@@ -72,7 +85,7 @@ def repeat_length(
     chunk_tokens: int = CHUNK_TOKENS,
     prompts: tuple[str, str] = PROMPTS,
 ) -> int:
-    """Tokens of the longest of `repeat_inputs`: so many positions are needed after the prompt."""
+    """The length in tokens of the longest of `repeat_inputs`: the number of positions needed after the prompt."""
     inputs = repeat_inputs(tokenizer, context_ids, chunk_tokens, prompts)
     return max((len(ids) for _, _, ids in inputs), default=0)
 
@@ -92,21 +105,23 @@ def reconstruction_scores(
 ) -> Tensor:
     """Score the context of one prefilled prompt.
 
-    Args:
-        model: The model that prefilled it.
-        states: Per layer K `[1, H, n, D]` and V `[1, H, n, Dv]`; only read. Sliding-window layers
-            hold the last tokens only.
-        input_ids: `[n]`, the prompt.
-        context: ``(start, stop)``, what is scored.
-        tokenizer: The model's.
-        next_position: The position id after the prompt; n by default.
-        chunk_tokens: Context tokens repeated in one forward.
-        sink_tokens: First tokens of the prompt that the scored attention sees besides the chunk.
-        prompts: See ``PROMPTS``.
+    The pass holds at most one layer's copy of K and V and ``QUERY_BLOCK`` rows of attention at a time, so its memory is
+    linear in the chunk.
 
-    Returns: `[L, H, n]`, float32, on the model's device; zero outside the context and in
-        sliding-window layers. The pass holds at most a layer's copy of K and V and
-        ``QUERY_BLOCK`` rows of attention at a time: memory is linear in the chunk.
+    Args:
+        model: The model that prefilled the prompt.
+        states: K `[1, H, n, D]` and V `[1, H, n, Dv]` of each layer, which are only read. Sliding-window layers hold
+            only the last tokens.
+        input_ids: `[n]`, the prompt.
+        context: The span ``(start, stop)`` of the prompt that is scored.
+        tokenizer: The model's tokenizer.
+        next_position: The position id after the prompt. By default n.
+        chunk_tokens: Context tokens that are repeated in one forward.
+        sink_tokens: The number of first tokens of the prompt that the scored attention sees besides the chunk.
+        prompts: The repeat prompts, see ``PROMPTS``.
+
+    Returns: the scores `[L, H, n]`, float32, on the model's device. They are zero outside the context and in
+        sliding-window layers.
     """
     geometry = ModelGeometry.from_config(model.config)
     tokens = len(input_ids)
@@ -114,7 +129,7 @@ def reconstruction_scores(
     scores = torch.zeros(
         geometry.num_layers, geometry.num_key_value_heads, tokens, dtype=torch.float32, device=device_of(model)
     )
-    decoder = model.base_model  # no logits: they would be far larger than all else
+    decoder = model.base_model  # without the logits, which would be far larger than everything else
     with Lease(model):
         for start, stop, ids in repeat_inputs(tokenizer, input_ids[slice(*context)], chunk_tokens, prompts):
             chunk = (context[0] + start, context[0] + stop)
@@ -135,7 +150,7 @@ def reconstruction_scores(
 
 
 class _ReadOnlyLayer(PassingLayer):
-    """A layer of the prefilled cache for one forward, whose own K and V are not kept."""
+    """A layer of the prefilled cache, for one forward whose own K and V are not kept."""
 
     keys: Tensor
     values: Tensor
@@ -157,7 +172,7 @@ class _ReadOnlyLayer(PassingLayer):
 
 
 class _ScoringLayer(_ReadOnlyLayer):
-    """A full-attention layer that scores ``chunk`` on the way."""
+    """A full-attention layer that also scores the KV pairs of ``chunk``."""
 
     def __init__(self, keys: Tensor, values: Tensor, seen: int, chunk: tuple[int, int], sinks: int) -> None:
         super().__init__(keys, values, seen, is_sliding=False)
@@ -176,14 +191,14 @@ class _ScoringLayer(_ReadOnlyLayer):
 def largest_attention(
     query: Tensor, seen_keys: Tensor, own_keys: Tensor, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """The largest weight each seen key gets from any query of its group, `[H, S]`, float32.
+    """The largest weight that each seen key gets from any query of its group, `[H, S]`, float32.
 
     Args:
         query: `[Q, q, D]`.
-        seen_keys: `[H, S, D]`, seen by every query.
-        own_keys: `[H, q, D]`, the queries' own, seen causally.
-        scaling: See `logits.scaled_logits`.
-        softcap: The same.
+        seen_keys: `[H, S, D]`, the keys that every query sees.
+        own_keys: `[H, q, D]`, the keys of the queries' own tokens, which they see causally.
+        scaling: Factor of the dot product; None for ``D ** -0.5``.
+        softcap: Cap of the logits, or None.
     """
     heads, seen, _ = seen_keys.shape
     grouped = query.unflatten(0, (heads, -1))  # [H, G, q, D]

@@ -1,4 +1,4 @@
-"""How a model turns queries by their position (RoPE, arXiv 2104.09864), so that it can be undone."""
+"""The rotation of a model's queries by their position (RoPE, arXiv 2104.09864), and its inverse."""
 
 from __future__ import annotations
 
@@ -18,41 +18,42 @@ from .functions import AttentionCall, AttentionOutput, attention_modules
 from .lease import Lease
 from .passing import PassingLayer
 
-#: Kinds of RoPE whose frequencies change with the length of the text.
+#: The types of RoPE whose frequencies change with the length of the text.
 CHANGING = ("dynamic", "longrope")
-#: The position at which a model's turning is tried out.
+#: The position at which a model's rotation is tested.
 TRIED_POSITION = 5
-#: Largest share of a query that rounding, in bfloat16 say, may be.
+#: The largest error that rounding may cause, in bfloat16 for example, as a share of a query.
 TOLERANCE = 0.05
 
 
 class Rotary:
-    """The rotation that a model applies to its queries, found in the model's own parts and tried out on it.
+    """The rotation that a model applies to its queries, taken from the model's own parts and tested on the model.
 
-    Use `Rotary.of`. The sines and cosines are those of the decoder's ``rotary_emb``, and what is made of them is up
-    to the ``apply_rotary_pos_emb`` of the file that defines its attention.
+    Use `Rotary.of`. The sines and cosines come from the decoder's ``rotary_emb``. The ``apply_rotary_pos_emb`` of the
+    file that defines the attention rotates by them.
 
     Args:
         embedding: The decoder's ``rotary_emb``.
-        apply: ``apply_rotary_pos_emb``.
-        layer_types: Of the layers, where the embedding tells them apart.
+        apply: The function ``apply_rotary_pos_emb``.
+        layer_types: The type of each layer, if the embedding depends on it; else None.
     """
 
     def __init__(
         self, embedding: nn.Module, apply: Callable[..., tuple[Tensor, Tensor]], layer_types: list[str] | None
     ) -> None:
         self._embedding, self._apply, self._layer_types = embedding, apply, layer_types
-        self._still_layers: set[int] = set()  # those that turn nothing
+        self._still_layers: set[int] = set()  # those that do not rotate queries
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Rotary:
         """The rotation of a model's full-attention layers.
 
-        One forward of a token that sees only itself, at two positions: but for the rotation, its queries are the same.
+        It is tested by one forward of a token that sees only itself, at two positions: without the rotation, its
+        queries at both positions are the same.
 
         Raises:
-            UnsupportedModelError: The model has no RoPE, one whose frequencies change with the length, or turns its
-                queries in a way of its own.
+            UnsupportedModelError: The model has no RoPE, has one whose frequencies change with the length of the text,
+                or rotates its queries in another way.
         """
         name = type(model).__name__
         decoder = model.get_decoder()
@@ -78,7 +79,7 @@ class Rotary:
         return rotary
 
     def undo(self, layer: int, states: Tensor, positions: Tensor) -> Tensor:
-        """States `[..., n, D]` as they were before they were turned by positions `[n]`, float32."""
+        """States `[..., n, D]` as they were before their rotation by positions `[n]`, float32."""
         states = states.float()
         if layer in self._still_layers:
             return states
@@ -86,25 +87,25 @@ class Rotary:
         return self._turn(states, cos, -sin) / (cos.square() + sin.square()).mean()  # 1 unless RoPE also scales
 
     def mean_turn(self, layer: int, positions: Tensor, size: int) -> Tensor:
-        """The mean of the rotations by some positions `[n]`, as a matrix `[D, D]` that rows are multiplied by.
+        """The mean of the rotations by some positions, as a matrix `[D, D]`: ``row @ matrix`` rotates a row.
 
         Args:
-            layer: Whose.
-            positions: Of at least one token.
+            layer: The layer's index in the model.
+            positions: `[n]`, at least one position.
             size: D.
         """
         unit = torch.eye(size, dtype=torch.float32, device=positions.device)
         if layer in self._still_layers:
             return unit
         cos, sin = (part.mean(0, keepdim=True).expand(size, -1) for part in self._angles(layer, positions))
-        return self._turn(unit, cos, sin)  # turning is linear in sine and cosine
+        return self._turn(unit, cos, sin)  # the rotation is linear in sine and cosine
 
     def _angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine `[n, R]`, float32, R the numbers of D that are turned."""
+        """The cosines and sines `[n, R]`, float32, where R of the D numbers of a head are rotated."""
         typed = {} if self._layer_types is None else {"layer_type": self._layer_types[layer]}
-        like = torch.zeros(1, dtype=torch.float32, device=positions.device)  # whose type sine and cosine take
+        like = torch.zeros(1, dtype=torch.float32, device=positions.device)  # sines and cosines take its dtype
         cos, sin = self._embedding(like, positions[None], **typed)
-        return cos[0].to(positions.device), sin[0].to(positions.device)  # a layer may be elsewhere than the embedding
+        return cos[0].to(positions.device), sin[0].to(positions.device)  # a layer may be on another device
 
     def _turn(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         flat = states.reshape(1, -1, *states.shape[-2:])  # [1, heads, n, D]
@@ -113,11 +114,11 @@ class Rotary:
 
     @torch.no_grad()
     def _try_out(self, model: PreTrainedModel, decoder: nn.Module) -> None:
-        """See what each full-attention layer does with a query."""
+        """Test on the model that `undo` inverts what each full-attention layer does with a query."""
         geometry = ModelGeometry.from_config(model.config)
         layers = [_QueryLayer(window is not None) for window in geometry.sliding_windows]
         size = model.config.get_text_config(decoder=True).hidden_size
-        # Made up, since one of the vocabulary's may be all zeros.
+        # A made-up embedding, since that of a token in the vocabulary may be all zeros.
         device = device_of(model)
         token = torch.arange(size, device=device).cos().to(model.dtype)
         positions = torch.tensor([[0], [TRIED_POSITION]], device=device)
@@ -135,13 +136,14 @@ class Rotary:
             here, there = query.float()  # [Q, 1, D] twice
             try:
                 undone = [self.undo(index, part, at) for part, at in zip((here, there), positions, strict=True)]
-            except (RuntimeError, TypeError, ValueError, IndexError):  # positions of several axes, say
+            except (RuntimeError, TypeError, ValueError, IndexError):  # for example positions with several axes
                 undone = [here, torch.full_like(here, torch.inf)]
             if not _close(*undone):
                 if not _close(here, there):
                     raise UnsupportedModelError(
-                        f"expected {type(model).__name__} to turn queries by `rotary_emb` and `apply_rotary_pos_emb`, "
-                        f"but layer {index} does otherwise: use a scorer that needs no positions (SnapKVScorer)"
+                        f"expected {type(model).__name__} to rotate queries by `rotary_emb` and "
+                        f"`apply_rotary_pos_emb`, but layer {index} does not: use a scorer that needs no positions "
+                        "(SnapKVScorer)"
                     )
                 self._still_layers.add(index)
 
