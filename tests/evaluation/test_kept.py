@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tiny import random_scores, tiny_model, tiny_tokenizer
 from tiny_mappers import make_mapper
+from tokenizers import normalizers
 
 from proxykv_hf import (
     FixedScorer,
@@ -59,6 +62,17 @@ def test_words_and_marks_are_spans_of_tokens():
     assert kept.marks == ((4, 8), (12, 14))
     share = kept.heads_keeping("random")
     assert share.tolist() == pytest.approx([float(kept.masks["random"][:, :, n].sum()) / 6 for n in range(22)])
+
+
+def test_words_and_marks_that_the_tokenizer_drops():
+    model, tokenizer = tiny_model(), copy.deepcopy(tiny_tokenizer())
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("-", "")
+    text, scorers = "a -- b-c", {"random": RandomScorer()}
+    kept = find_kept(model, tokenizer, text, scorers, POLICY, marks=["b-c"])
+    assert kept.words == ((0, 1, "a"), (3, 5, "b-c"))
+    assert kept.marks == ((3, 5),)
+    with pytest.raises(InvalidInputError, match="marks: expected passages that have tokens, got '--': the tokenizer d"):
+        find_kept(model, tokenizer, text, scorers, POLICY, marks=["b-c", "--"])
 
 
 def test_peaks_are_the_most_kept_words_apart_from_each_other():

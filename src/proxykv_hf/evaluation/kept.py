@@ -28,7 +28,7 @@ class Kept:
     Args:
         layers: The indices of the L_full full-attention layers.
         masks: By the scorer's name, `[L_full, H, N]`, bool; True where the KV pair is kept.
-        words: The words of the text, in order.
+        words: The words of the text that have tokens, in order.
         marks: Spans of tokens to highlight, ``(start, stop)``.
     """
 
@@ -71,7 +71,7 @@ def find_kept(
 
     Raises:
         InvalidInputError: The text is empty or too long for the target, the tokenizer is not a fast one, or a mark is
-            not in the text.
+            not in the text or has no tokens.
     """
     if not tokenizer.is_fast:
         raise InvalidInputError(
@@ -85,7 +85,7 @@ def find_kept(
     for mark in marks:
         if not mark or mark not in text:
             raise InvalidInputError(f"marks: expected passages of the text's {len(ids)} tokens, got {mark!r}")
-    found = [match.span() for mark in marks for match in re.finditer(re.escape(mark), text)]
+    found = [span for mark in marks for span in _tokens_of_mark(offsets, text, mark)]
     prefix = encode(tokenizer, chat_affixes(tokenizer)[0])
     limit = max_positions(target.config)
     if limit is not None and len(prefix) + len(ids) > limit:
@@ -101,19 +101,28 @@ def find_kept(
         name: select(values[0, list(layers)], policy, context).keep[:, :, context[0] :].cpu()
         for name, values in scores.items()
     }
-    words = [match.span() for match in re.finditer(r"\S+", text)]
+    words = [(_tokens(offsets, match.span()), match[0]) for match in re.finditer(r"\S+", text)]
     return Kept(
         layers=tuple(layers),
         masks=masks,
-        words=tuple((*_tokens(offsets, span), text[slice(*span)]) for span in words),
-        marks=tuple(_tokens(offsets, span) for span in found),
+        words=tuple((*span, word) for span, word in words if span is not None),
+        marks=tuple(found),
     )
 
 
-def _tokens(offsets: Sequence[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int]:
-    """The span of tokens ``(start, stop)`` that covers a span of characters."""
+def _tokens_of_mark(offsets: Sequence[tuple[int, int]], text: str, mark: str) -> list[tuple[int, int]]:
+    """The spans of tokens of all places where a mark is in the text."""
+    spans = [_tokens(offsets, match.span()) for match in re.finditer(re.escape(mark), text)]
+    found = [span for span in spans if span is not None]
+    if not found:
+        raise InvalidInputError(f"marks: expected passages that have tokens, got {mark!r}: the tokenizer drops it")
+    return found
+
+
+def _tokens(offsets: Sequence[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int] | None:
+    """The span of tokens ``(start, stop)`` that covers a span of characters; None if the tokenizer drops them all."""
     inside = [place for place, (start, stop) in enumerate(offsets) if start < span[1] and stop > span[0]]
-    return inside[0], inside[-1] + 1
+    return (inside[0], inside[-1] + 1) if inside else None
 
 
 def peaks(shares: Tensor, words: Sequence[Word], count: int, apart: int) -> list[tuple[int, str]]:
