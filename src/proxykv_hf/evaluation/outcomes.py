@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..errors import InvalidInputError
 from .cells import WHOLE, Cell, Variant
+from .methods import Allocation
 from .rows import FORMAT, SAME, are_runs
 
 
@@ -197,7 +198,9 @@ def _add_row(row: dict[str, Any], where: str, outcomes: Outcomes) -> None:
         cell = WHOLE
     else:
         ratio = take("ratio", "a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1)
-        cell = Cell(method, take("allocation", "a name", _is_name), float(ratio))
+        allocations = get_args(Allocation)
+        allocation = take("allocation", " or ".join(allocations), lambda v: v in allocations)
+        cell = Cell(method, allocation, float(ratio))
     full = take("bytes_full", "a number above 0", lambda v: _is_number(v) and v > 0)
     outcome = Outcome(
         score=float(take("score", "a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1)),
