@@ -376,6 +376,16 @@ def test_biases_and_norms_do_not_decay(uninterrupted):
     assert len(matrices["params"]) + len(vectors["params"]) == len(list(mapper.parameters()))
 
 
+def test_every_parameter_is_trained_and_a_scalar_does_not_decay():
+    module = torch.nn.Linear(3, 2)
+    module.scale = torch.nn.Parameter(torch.tensor(1.0))
+    module.frozen = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
+    matrices, others = loop._groups(module, 0.05)
+    assert [id(parameter) for parameter in matrices["params"]] == [id(module.weight)]
+    assert {id(parameter) for parameter in others["params"]} == {id(module.bias), id(module.scale)}
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.05, 0)
+
+
 def process(index, port, arguments):
     """One of two."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}

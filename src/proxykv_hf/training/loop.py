@@ -164,11 +164,11 @@ class _NoisyMapper(nn.Module):
 
 
 def _groups(mapper: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Groups of parameters: matrices with weight decay; biases and norms without."""
+    """Two groups that hold every trained parameter: matrices with weight decay; biases, norms and scalars without."""
     parameters = [parameter for parameter in mapper.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
 
 
