@@ -1,1 +1,1 @@
-"""The small model that scores, and the mapper of what it sees."""
+"""The proxy, a small model that reads the prompt, and the mapper that turns its features into scores."""

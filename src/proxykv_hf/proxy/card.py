@@ -1,4 +1,4 @@
-"""A mapper's card for the Hub: what it is, what it was made of, how well it does, what it cannot."""
+"""A mapper's card for the Hub: what it is, how it was trained, how well it scores, and what its limits are."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def mapper_card(
     """The card of a trained mapper.
 
     Args:
-        mapper: The mapper; its config's ``training`` holds the sentence ``summary``.
-        title: Its name.
-        folder: Where it lies, for the example.
-        agreement: Rows of the table: name to agreement by ratio (``"0.1"``, …).
+        mapper: The mapper. The ``training`` of its config holds the sentence ``summary``.
+        title: The mapper's name.
+        folder: The mapper's folder, for the example.
+        agreement: The rows of the table: by name, the agreement with KVzip by ratio (``"0.1"``, …).
         held_out: What the agreement was measured on.
-        limits: What a user must know.
-        licence: SPDX id in lower case.
+        limits: The limits that a user must know.
+        licence: The licence's SPDX id in lower case.
     """
     config = mapper.config
     recipe = config.feature_recipe
@@ -94,7 +94,7 @@ def mapper_card(
         megabytes=parameters * 4 / 1e6,
         operations=operations_per_token(mapper),
         flops=2 * operations_per_token(mapper),
-        training=(config.training or {}).get("summary", "not told"),
+        training=(config.training or {}).get("summary", "not recorded"),
         recipe=config.score_recipe,
         target_weights=config.target_weights,
         proxy_weights=config.proxy_weights,
@@ -117,15 +117,15 @@ def mapper_card(
 
 
 def card_on_hub(card: str, repo: str) -> str:
-    """A card whose example takes the mapper from the Hub, wherever it lay when the card was written.
+    """The card with an example that loads the mapper from the Hub, instead of from where it was when the card was made.
 
-    Models that the card loads by their own names stay what they are.
+    The names of other models that the card loads stay the same.
     """
     return re.sub(r'(ProxyPrunedCache\.from_pretrained\(\s*)"[^"]*"', lambda found: f'{found[1]}"{repo}"', card)
 
 
 def operations_per_token(mapper: HybridAxialMapper) -> float:
-    """Multiply-adds of one time step, the encoder's attention within a full window included."""
+    """Multiply-adds of one time step, including the encoder's attention within a full window."""
     config = mapper.config
     heads = mapper.heads.bias.numel()
     size = config.head_tokens * config.width

@@ -1,16 +1,16 @@
-"""What a mapper reads from the proxy: X (arXiv 2605.16360), from one pass of the proxy's first layers.
+"""The features that a mapper reads from the proxy: X (arXiv 2605.16360), from one pass of the proxy's first layers.
 
-Three sources, alone or together, in this order of channels:
+There are three sources, which may be combined. Their channels come in this order:
 
-- ``attention``, the paper's: per layer and query head the largest and the mean weight that a token
-  receives from later tokens outside its neighbourhood, and the mean from the last window;
-- ``hidden``: the RMS-normalised hidden states after chosen layers, nothing quadratic about them;
+- ``attention``, the paper's source: for each layer and query head, the largest and the mean weight that a token
+  receives from later tokens outside its neighbourhood, and the mean weight that it receives from the last window;
+- ``hidden``: the RMS-normalised hidden states after chosen layers, at a cost linear in N;
 - ``reconstruction``: the proxy's own KVzip scores (arXiv 2505.23416).
 
-Weights and scores are on a log scale, since they span six decades. Nothing here is N x N, and without
-``reconstruction`` each layer's K and V are dropped as soon as the layer is done. transformers itself makes
-a mask `[1, 1, N, N]` for a proxy with sliding windows or eager attention, and eager attention its weights
-where ``attention`` is not among the sources: long texts want a proxy of full attention under ``sdpa``.
+Weights and scores are on a log scale, because they span six decades. No tensor here is N x N. Without
+``reconstruction``, each layer's K and V are dropped as soon as the layer is done. But transformers itself makes a mask
+`[1, 1, N, N]` for a proxy with sliding windows or eager attention, and eager attention makes N x N weights if
+``attention`` is not a source. For long texts, use a proxy with full attention under ``sdpa``.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ from ..errors import InvalidInputError
 from ..geometry import ModelGeometry
 
 SOURCES = ("attention", "hidden", "reconstruction")
-#: Later tokens nearer than this do not count: they look at each other whatever the text says.
+#: Later tokens nearer than this do not count, because close tokens attend to each other whatever the text says.
 NEIGHBOURHOOD = 16
-#: The last queries, whose mean is a feature of its own.
+#: The number of last queries whose mean weight is a feature of its own.
 WINDOW = 64
-#: The least logarithm of a weight that is told apart, about 1e-7.
+#: The smallest logarithm of a weight, that of about 1e-7. Smaller weights are raised to it.
 LOG_FLOOR = -16.0
 
 
 @dataclass(frozen=True)
 class FeatureRecipe:
-    """Which features, and how much of the proxy they need.
+    """Which features a mapper reads, and how many of the proxy's layers they need.
 
     Args:
-        sources: Some of ``SOURCES``, in any order.
-        proxy_layers: The first so many of the proxy's layers are run.
-        hidden_layers: For ``hidden``: the states after so many layers, each 1 to ``proxy_layers`` and there once.
+        sources: One or more of ``"attention"``, ``"hidden"`` and ``"reconstruction"``, in any order.
+        proxy_layers: How many of the proxy's first layers are run.
+        hidden_layers: The layers after which the source ``"hidden"`` reads the hidden states, counted from 1 to
+            ``proxy_layers``, each once. Given with ``"hidden"``, and only with it.
 
     Raises:
-        InvalidInputError: On construction, naming the argument.
+        InvalidInputError: An argument is not valid; the error names it. Raised on construction.
     """
 
     sources: tuple[str, ...]
@@ -78,7 +79,7 @@ class FeatureRecipe:
         object.__setattr__(self, "hidden_layers", tuple(sorted(self.hidden_layers)))
 
     def sizes(self, config: PreTrainedConfig) -> dict[str, int]:
-        """Channels of each source for a proxy of this config."""
+        """The number of channels of each source, for a proxy with this config."""
         geometry = ModelGeometry.from_config(config)
         sizes = {
             "attention": 3 * self.proxy_layers * geometry.num_attention_heads,
@@ -88,11 +89,11 @@ class FeatureRecipe:
         return {source: sizes[source] for source in self.sources}
 
     def channels(self, config: PreTrainedConfig) -> int:
-        """C for a proxy of this config."""
+        """C, the number of channels of all sources together, for a proxy with this config."""
         return sum(self.sizes(config).values())
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; ``FeatureRecipe(**d)`` reads it back."""
+        """The recipe as a dict for JSON; ``FeatureRecipe(**d)`` reads it back."""
         return dataclasses.asdict(self)
 
 
@@ -106,23 +107,27 @@ def proxy_features(
     tokenizer: PreTrainedTokenizerBase | None = None,
     holds: Callable[[int], None] = lambda count: None,
 ) -> Tensor:
-    """Features of one row.
+    """Extract the features of one row.
 
     Args:
         proxy: A decoder without language-model head, of ``recipe.proxy_layers`` layers.
-        input_ids: `[n]`.
-        recipe: What to extract.
-        context: ``(start, stop)``, what ``reconstruction`` repeats; all by default.
-        tokenizer: The proxy's, for ``reconstruction``.
-        holds: Told after each layer how many bytes features, K and V take, and with ``reconstruction`` its scores too.
+        input_ids: `[n]`, the row's tokens.
+        recipe: The features to extract.
+        context: The span ``(start, stop)`` that ``reconstruction`` repeats. By default the whole row.
+        tokenizer: The proxy's tokenizer. Only ``reconstruction`` needs it.
+        holds: Is called after each layer with the bytes of the features and of the K and V that are held, and once more
+            with the scores of ``reconstruction``.
 
-    Returns: `[C, n]`, float32, on the proxy's device.
+    Returns: the features `[C, n]`, float32, on the proxy's device.
 
     Raises:
-        InvalidInputError: ``reconstruction`` without a tokenizer.
+        InvalidInputError: ``reconstruction`` is a source and there is no tokenizer.
     """
     if "reconstruction" in recipe.sources and tokenizer is None:
-        raise InvalidInputError("the source 'reconstruction' asks the proxy to repeat: give its tokenizer")
+        raise InvalidInputError(
+            "expected a tokenizer, since the source 'reconstruction' asks the proxy to repeat its context, got none: "
+            "give its tokenizer"
+        )
     own_thread = threading.get_ident()
     shape = (recipe.channels(proxy.config), len(input_ids))
     features = torch.empty(shape, dtype=torch.float32, device=proxy.device)
@@ -170,12 +175,12 @@ def decoder_layers(proxy: PreTrainedModel) -> nn.ModuleList:
 
 
 class _FeatureLayer(PassingLayer):
-    """Reads the attention if asked to, and keeps K and V only if asked to.
+    """Reads the attention and keeps K and V, each only if it is wanted.
 
     Args:
-        place: `[3 * Q, n]`, where the attention's features go, or None.
-        window: The window of a sliding-window layer, or None.
-        keeps_states: Whether K and V are wanted later.
+        place: `[3 * Q, n]`, to be filled with the features of the attention; None if they are not wanted.
+        window: The window in tokens of a sliding-window layer, or None.
+        keeps_states: Whether to keep K and V.
     """
 
     def __init__(self, place: Tensor | None, window: int | None, keeps_states: bool) -> None:
@@ -183,7 +188,7 @@ class _FeatureLayer(PassingLayer):
         self.place, self.window, self.keeps_states = place, window, keeps_states
         self.states: tuple[Tensor, Tensor] | None = None
         self.bytes = 0
-        """Of the layer's K and V."""
+        """The bytes of the layer's K and V."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.bytes = key_states.nbytes + value_states.nbytes
@@ -205,20 +210,20 @@ class _FeatureLayer(PassingLayer):
 def received_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """What each token receives from later ones outside its neighbourhood, and causal attention's own output.
+    """The weight that each token receives from later tokens outside its neighbourhood, and the attention's output.
 
-    Per query head the largest weight, the mean weight, and the mean from the last ``WINDOW`` queries, from
-    the same weights that make the output: attention is computed once.
+    For each query head, the features are the largest weight, the mean weight, and the mean weight from the last
+    ``WINDOW`` queries. They come from the same weights as the output, so the attention is computed once.
 
     Args:
         query: `[Q, n, D]`.
         key: `[H, n, D]`.
         value: `[H, n, Dv]`.
-        scaling: See `logits.scaled_logits`.
-        softcap: The same.
-        window: See `logits.causal_weights`.
+        scaling: Factor of the dot product; None for ``D ** -0.5``.
+        softcap: Cap of the logits, or None.
+        window: The window in tokens of a sliding-window layer, or None.
 
-    Returns: features `[3 * Q, n]`, float32, log scale; and the output `[Q, n, Dv]`.
+    Returns: the features `[3 * Q, n]`, float32, on a log scale, and the output `[Q, n, Dv]`.
     """
     heads, tokens, _ = key.shape
     group = len(query) // heads
@@ -241,5 +246,5 @@ def received_attention(
 
 
 def log_scale(weights: Tensor) -> Tensor:
-    """The natural logarithm, not below ``LOG_FLOOR``."""
+    """The natural logarithm of weights, raised to ``LOG_FLOOR`` where it is smaller."""
     return weights.clamp(min=math.exp(LOG_FLOOR)).log()

@@ -1,4 +1,4 @@
-"""Where work runs beside the target: a thread of its own and, on CUDA, a stream of its own."""
+"""Runs work beside the target: in a thread of its own and, on CUDA, on a stream of its own."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class Cancelled(Exception):
-    """The job was cancelled: nobody wants its result any more."""
+    """The job was cancelled: its result is no longer wanted."""
 
 
-_thread = threading.local()  # ``job``: the job that the thread runs
+_thread = threading.local()  # its attribute ``job`` is the job that the thread runs
 
 
 def check_cancelled() -> None:
-    """Raise `Cancelled` if the calling thread runs a job that was cancelled; other threads may call it too."""
+    """Raise `Cancelled` if the calling thread runs a job that was cancelled. In other threads, do nothing."""
     job: Job[Any] | None = getattr(_thread, "job", None)
     if job is not None and job.cancelled:
         raise Cancelled
@@ -34,7 +34,7 @@ def check_cancelled() -> None:
 
 @contextlib.contextmanager
 def cancellable(model: nn.Module) -> Iterator[None]:
-    """Call `check_cancelled` in every attention layer of the model's forwards, for as long as the context is open."""
+    """Call `check_cancelled` in every attention layer of the model's forwards, as long as the context is open."""
     handles = [module.register_forward_pre_hook(lambda *_: check_cancelled()) for module in attention_modules(model)]
     try:
         yield
@@ -44,32 +44,34 @@ def cancellable(model: nn.Module) -> Iterator[None]:
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """``device``, where torch can compute on it here.
+    """``device`` as a `torch.device`, if torch can compute on it here.
 
     Raises:
-        InvalidInputError: It cannot: CUDA is wanted where there is none, say.
+        InvalidInputError: torch cannot compute on it, for example on CUDA without a GPU.
     """
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:  # torch's own words for an unknown device and a missing one
+    except (RuntimeError, AssertionError) as error:  # torch raises these for an unknown device and for a missing one
         raise InvalidInputError(
-            f"device: expected one that torch finds here, got {str(device)!r} ({str(error).splitlines()[0]})"
+            f"device: expected one that torch finds here, got {str(device)!r} ({str(error).splitlines()[0]}): give "
+            "another device"
         ) from error
     return place
 
 
 def trim_heap() -> None:
-    """Have glibc return freed memory to the system; another C library has no such call.
+    """Make glibc return freed memory to the system. Other C libraries have no such call.
 
-    It would keep what a lane's thread has freed for threads like it, beside all that the target takes.
+    Otherwise glibc keeps the memory that a lane's thread has freed for later threads, in addition to what the target
+    takes.
     """
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 class Job(Generic[T]):
-    """Work under way on a lane."""
+    """Work that runs on a lane."""
 
     def __init__(
         self,
@@ -82,10 +84,10 @@ class Job(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
-        # Whether the thread is through. Its `is_alive` is no answer: an interrupted `join` takes it for dead.
+        # Whether the work is done. `Thread.is_alive` cannot tell: after an interrupted `join` it is wrong.
         self._done = threading.Event()
         if self._stream is not None:
-            # What the caller has queued so far, the prompt's copy to the device say, comes first.
+            # What the caller has queued so far comes first, for example the copy of the prompt to the device.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._after: torch.cuda.Event | None = None
         self._thread = threading.Thread(target=self._run, name="proxykv-lane", daemon=True)
@@ -107,13 +109,13 @@ class Job(Generic[T]):
             self._error = error
         finally:
             _thread.job = None
-            del self._work  # and with it all that the work held
+            del self._work  # frees everything that the work held
             if self._device.type == "cpu":
                 trim_heap()
             self._done.set()
 
     def ready(self) -> bool:
-        """Whether the work is done, and went well: `result` would return without waiting for the thread."""
+        """Whether the work has ended without an error, so that `result` returns without waiting for the thread."""
         return self._done.is_set() and self._error is None
 
     def wait(self, timeout: float | None = None) -> None:
@@ -121,14 +123,14 @@ class Job(Generic[T]):
         self._done.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
-        """What the work returned, for the caller's stream to use.
+        """What the work returned, ready for use on the caller's stream.
 
         Args:
-            timeout: Seconds to wait; None for as long as it takes.
+            timeout: Seconds to wait; None waits as long as it takes.
 
         Raises:
-            TimeoutError: It took longer.
-            BaseException: What the work raised, with its own traceback.
+            TimeoutError: The work took longer.
+            BaseException: The work raised this error; it keeps its own traceback.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"the scores were not there after {timeout:g} s")
@@ -149,9 +151,11 @@ class Job(Generic[T]):
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """Have the work stop at its next `check_cancelled`, and wait until it has: its memory is free then."""
+        """Stop the work at its next `check_cancelled`, and wait until it has stopped. Its memory is then free."""
         self._cancelled.set()
-        if threading.current_thread() is not self._thread:  # where the collector may have brought us
+        if (
+            threading.current_thread() is not self._thread
+        ):  # the garbage collector may call this in the job's own thread
             self._done.wait()
         self._result = self._error = None
 
@@ -160,11 +164,11 @@ _default_threads = threading.Lock()
 
 
 def set_own_threads(count: int) -> None:
-    """Set the CPU threads that the calling thread's work uses.
+    """Set how many CPU threads torch uses for the calling thread's work.
 
-    ``torch.set_num_threads`` also sets what threads started later begin with: that is put back at once.
+    ``torch.set_num_threads`` also sets the default for threads that start later. That default is put back at once.
     """
-    torch.get_num_threads()  # the first question in a thread sets the default: it must not come later
+    torch.get_num_threads()  # the first call in a thread sets its number to the default: it must not come later
     with _default_threads:
         default = _in_new_thread(torch.get_num_threads)
         torch.set_num_threads(count)
@@ -180,20 +184,20 @@ def _in_new_thread(work: Callable[[], T]) -> T:
 
 
 class Lane:
-    """Starts jobs.
+    """Starts jobs beside the target.
 
     Args:
-        device: Where they compute.
+        device: The device that the jobs compute on.
         threads: CPU threads that a job uses; None for as many as torch uses elsewhere.
 
     Raises:
-        InvalidInputError: torch cannot compute there.
+        InvalidInputError: torch cannot compute on ``device``.
     """
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         self.device = usable_device(device)
         self.threads = threads
-        # One for all jobs: memory that a job frees is kept for the same stream.
+        # One stream for all jobs, because CUDA's allocator keeps freed memory for the stream that used it.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def submit(self, work: Callable[[], T]) -> Job[T]:

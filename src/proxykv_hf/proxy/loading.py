@@ -1,4 +1,4 @@
-"""Loads a mapper and its proxy, and checks that they fit each other and the target."""
+"""Loads a mapper and its proxy, and checks that both fit each other and the target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..geometry import ModelGeometry, are_other_weights, check_geometry, check_l
 from .lane import usable_device
 from .mapper import HybridAxialMapper
 
-#: As a mapper's ``proxy_id``: the proxy is the target's own first layers, its parameters shared.
+#: The ``proxy_id`` of a mapper whose proxy is the target's own first layers, which share the target's parameters.
 SELF_PROXY = "target"
 
 
@@ -41,9 +41,9 @@ def load_proxy(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> tuple[PreTrainedModel, HybridAxialMapper, PreTrainedTokenizerBase | None]:
-    """Load what a mapper describes: the proxy, cut to its first layers; the mapper; and the proxy's tokenizer.
+    """Load what a mapper describes: the proxy, cut to its first layers, the mapper, and the proxy's tokenizer.
 
-    There is no tokenizer where the proxy is a model, or the target's own first layers.
+    The tokenizer is None if the proxy is given as a model, or is the target's own first layers.
 
     See `ProxyScorer.from_pretrained` for the arguments and errors.
     """
@@ -72,13 +72,13 @@ def load_proxy(
         if are_other_weights(model, expected):
             warnings.warn(
                 f"the mapper was trained with other weights of the {what} (another fine-tune or quantization of the "
-                f"same geometry, or the same weights in another dtype than {model.dtype}): it keeps a little less well",
+                f"same geometry, or the same weights in another dtype than {model.dtype}): it may score a little worse",
                 ProxyKVWarning,
                 stacklevel=4,
             )
     place = device_of(small)
     if loaded is mapper and (loaded.training or (loaded.device, loaded.dtype) != (place, torch.float32)):
-        loaded = copy.deepcopy(loaded)  # `to` and `eval` would change the caller's
+        loaded = copy.deepcopy(loaded)  # `to` and `eval` would change the caller's mapper
     nn.Module.to(loaded, device=place, dtype=torch.float32).eval()
     return small, loaded, tokenizer
 
@@ -87,45 +87,47 @@ def check_target(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
     """Refuse a mapper that was trained for a target of another geometry.
 
     Raises:
-        GeometryError: Naming what differs.
+        GeometryError: The geometries differ. The error names the differences.
     """
     trained = f"the mapper was trained for {mapper.config.target_id}, another target than this"
     check_geometry(mapper.config.target, geometry, trained)
 
 
 def check_proxy(mapper: HybridAxialMapper, geometry: ModelGeometry) -> None:
-    """Refuse a mapper that was trained for a (whole) proxy of another geometry.
+    """Refuse a mapper that was trained for a proxy of another geometry. This is the geometry of the whole proxy.
 
     Raises:
-        GeometryError: Naming what differs.
+        GeometryError: The geometries differ. The error names the differences.
     """
     trained = f"the mapper was trained for {mapper.config.proxy_id}, another proxy than this"
     check_geometry(mapper.config.proxy, geometry, trained)
 
 
 def load_mapper(source: str | Path, revision: str | None = None) -> HybridAxialMapper:
-    """A mapper from a folder or the Hub, from safetensors only.
+    """Load a mapper from a folder or the Hub. Only safetensors files are read.
 
     Raises:
-        InvalidInputError: There is no mapper, none in safetensors, or one that is damaged: a file cut short, or
-            weights and a config that do not belong together.
+        InvalidInputError: There is no mapper, or none in safetensors, or it is damaged: a file is cut short, or
+            weights and config do not belong together.
     """
     try:
         config = PreTrainedConfig.get_config_dict(source, revision=revision)[0]
         if config and config.get("model_type") != HybridAxialMapper.config_class.model_type:
-            raise InvalidInputError(f"expected a mapper, but {source} holds a {config.get('model_type')}")
+            raise InvalidInputError(
+                f"expected a mapper, but {source} holds a {config.get('model_type')}: give a mapper's folder or id"
+            )
         if not config:
             raise OSError("there is no config.json")
         loaded: Any = HybridAxialMapper.from_pretrained(
             source,
             revision=revision or "main",
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # told below, together with what transformers would only log
+            ignore_mismatched_sizes=True,  # reported below, with what transformers would only log
             output_loading_info=True,
         )
         mapper: HybridAxialMapper = loaded[0]
         loading: dict[str, Any] = loaded[1]
-        for part in ("proxy", "feature_recipe"):  # not read till they are needed
+        for part in ("proxy", "feature_recipe"):  # otherwise read only when they are used
             getattr(mapper.config, part)
     except ProxyKVError:
         raise
@@ -137,7 +139,7 @@ def load_mapper(source: str | Path, revision: str | None = None) -> HybridAxialM
         ) from error
     except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidInputError(
-            f"expected a mapper, but that in {source} is damaged ({error}): fetch it again"
+            f"expected a mapper, but the one in {source} is damaged ({error}): download it again"
         ) from error
     wrong = {
         "missing": loading["missing_keys"],
@@ -146,18 +148,19 @@ def load_mapper(source: str | Path, revision: str | None = None) -> HybridAxialM
     }
     if told := "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in wrong.items() if names):
         raise InvalidInputError(
-            f"expected the weights that config.json asks for in {source}, but there are others ({told}): fetch both "
-            "files again"
+            f"expected the weights that config.json in {source} describes, but model.safetensors differs ({told}): "
+            "download both files again"
         )
     return mapper
 
 
 def _cut(config: PreTrainedConfig, layers: int) -> Any:
-    """A copy of a decoder's config for its first ``layers`` layers."""
+    """A copy of a decoder's config, cut to its first ``layers`` layers."""
     decoder = copy.deepcopy(config.get_text_config(decoder=True))
     if layers > decoder.num_hidden_layers:
         raise InvalidInputError(
-            f"the mapper reads {layers} layers of a proxy that has {decoder.num_hidden_layers}: another proxy?"
+            f"expected a proxy of at least {layers} layers, which the mapper reads, got one of "
+            f"{decoder.num_hidden_layers}: use the proxy that the mapper was trained for"
         )
     decoder.num_hidden_layers = layers
     if getattr(decoder, "layer_types", None) is not None:
@@ -168,14 +171,14 @@ def _cut(config: PreTrainedConfig, layers: int) -> Any:
 def load_first_layers(
     source: str, layers: int, *, revision: str | None, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """The first layers of a model on disk or the Hub, without its language-model head; the rest is not read.
+    """Load the first layers of a model on disk or the Hub, without its language-model head. The rest is not loaded.
 
     Raises:
-        InvalidInputError: The model has fewer layers, or its files lack some of their weights.
+        InvalidInputError: The model has fewer layers, or its files lack some weights of these layers.
     """
     config = _cut(AutoConfig.from_pretrained(source, revision=revision or "main"), layers)
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # that the other layers' weights are not used is what is wanted
+    logging.set_verbosity_error()  # do not warn that the other layers' weights are unused
     try:
         model, loading = AutoModel.from_pretrained(
             source, revision=revision or "main", config=config, dtype=dtype, output_loading_info=True
@@ -185,20 +188,20 @@ def load_first_layers(
     if missing := loading["missing_keys"]:
         raise InvalidInputError(
             f"expected a proxy with all weights of its first {layers} layers, but {source} lacks "
-            f"{', '.join(sorted(missing))}: fetch it again"
+            f"{', '.join(sorted(missing))}: download it again"
         )
     return cast(PreTrainedModel, nn.Module.to(model, device).eval())
 
 
 def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A decoder of the target's first layers: modules of its own, the target's parameters.
+    """A decoder of the target's first layers, with modules of its own and the target's parameters.
 
     Raises:
-        UnsupportedModelError: They are not plain tensors on one device.
+        UnsupportedModelError: The parameters of these layers are not plain tensors on one device.
     """
     config = _cut(target.config, layers)
-    set_attention_name(config, own_attention_name(config))  # a cache may be open
-    with init_empty_weights(include_buffers=False):  # buffers, of rotary embeddings say, are small and real
+    set_attention_name(config, own_attention_name(config))  # the target's is replaced while a cache is open
+    with init_empty_weights(include_buffers=False):  # buffers (of rotary embeddings) are small
         model = AutoModel.from_config(config)
     wanted = set(model.state_dict())
     shared = {
@@ -208,16 +211,16 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
     }
     trained = {name: tensor.requires_grad for name, tensor in shared.items()}
     model.load_state_dict(shared, strict=False, assign=True)
-    for name, tensor in shared.items():  # which load_state_dict has made what the new module's were
+    for name, tensor in shared.items():  # load_state_dict has set it as in the new module
         tensor.requires_grad_(trained[name])
     places = {parameter.device for parameter in model.parameters()}
     if len(places) > 1 or torch.device("meta") in places:
         raise UnsupportedModelError(
             f"expected the first {layers} layers of {type(target).__name__}, which are to be the proxy, as plain "
             "weights on one device: they are wrapped (merge an adapter such as LoRA first), quantized, offloaded, or "
-            "on several devices; a mapper whose proxy is another model has no such need"
+            "on several devices; or use a mapper whose proxy is another model"
         )
-    for module in model.modules():  # `to` would move the target's own parameters as well
+    for module in model.modules():  # `module.to` would move the target's own parameters too
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(*places))
     return cast(PreTrainedModel, model.eval())

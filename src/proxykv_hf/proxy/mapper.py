@@ -1,16 +1,17 @@
-"""The hybrid axial mapper, Phi_theta (arXiv 2605.16360, section 3): the proxy's features X to scores Y-hat.
+"""The hybrid axial mapper, Phi_theta (arXiv 2605.16360, section 3): from the proxy's features X to scores Y-hat.
 
 Three stages keep time and heads apart:
 
-1. a stem over time takes the proxy's C channels to M synthetic head tokens of width d;
-2. a Transformer encoder along time, beyond ``window`` tokens in overlapping windows with blended seams;
+1. a stem over time turns the proxy's C channels into M synthetic head tokens of width d;
+2. a Transformer encoder runs along time; a text longer than ``window`` tokens is encoded in overlapping windows whose
+   seams are blended;
 3. learnable target queries, one per target KV head, cross-attend over the M head tokens of each time step.
 
-Beside them runs the *linear path*: the stem's bottleneck straight to the heads. A reduced-rank ridge
-regression is then a mapper already, and the three stages learn what a line cannot say.
+Beside them, the *linear path* leads from the stem's bottleneck straight to the heads. It alone can hold a reduced-rank
+ridge regression; the three stages learn what is not linear.
 
-Axis letters besides those of the design: M head tokens, T target heads (full-attention layers times H),
-d width, R rank of the bottleneck, W windows.
+Additional shape letters: M head tokens, T target heads (full-attention layers times H), d width, R rank of the
+bottleneck, W windows.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from .features import FeatureRecipe
 
 VERSION = 1
 SIZES = ("bottleneck", "head_tokens", "encoder_heads", "window")
-#: Standardised features beyond this many deviations are outliers (attention sinks) and are cut.
+#: Standardised features beyond this many standard deviations are outliers (attention sinks) and are clipped.
 CLAMP = 8.0
-#: Time steps whose standardised channels are held at once: C is large.
+#: How many time steps are standardised at once. C is large, so this bounds the memory.
 TIME_BLOCK = 4096
 #: Shortest wavelength of the sinusoidal positions, in tokens.
 SHORTEST_WAVE = 4.0
@@ -48,23 +49,30 @@ class HybridAxialMapperConfig(PreTrainedConfig):
     """Everything that a mapper needs besides its weights.
 
     Args:
-        target_geometry, proxy_geometry: `ModelGeometry.to_dict` of the target and of the whole proxy.
-        target_id, proxy_id, proxy_revision: What they are called on the Hub.
-        target_weights, proxy_weights: Their `weights_fingerprint` when the teacher and the features were made.
-        features, channels: `FeatureRecipe.to_dict`, and its C.
-        score_recipe: How the teacher's scores were made.
-        bottleneck: R, channels after the pointwise part of the stem.
-        head_tokens, width: M and d; d a multiple of twice ``encoder_heads``.
-        kernel_size: Time steps that the stem's convolution sees, odd.
-        encoder_layers, encoder_heads: Blocks of the encoder along time, and their attention heads.
-        window, overlap: Tokens that attend to each other in the encoder, and over which the seam of two such
-            windows is blended, at most half a window.
-        dropout: Share of channels, bottleneck and blocks' activations that training drops.
-        training: How it was trained, for people.
-        mapper_version: Format; a newer one warns.
+        target_geometry: The target's geometry, as `ModelGeometry.to_dict` returns it.
+        proxy_geometry: The geometry of the whole proxy, as `ModelGeometry.to_dict` returns it.
+        target_id: The target's name on the Hub.
+        proxy_id: The proxy's name on the Hub, or ``"target"`` if the proxy is the target's own first layers.
+        proxy_revision: The proxy's revision on the Hub.
+        target_weights: The `weights_fingerprint` of the target that made the teacher's scores.
+        proxy_weights: The `weights_fingerprint` of the proxy that made the features.
+        features: The feature recipe, as `FeatureRecipe.to_dict` returns it.
+        channels: C, the number of channels of the feature recipe.
+        score_recipe: The name of the recipe for the teacher's scores.
+        bottleneck: R, the number of channels after the pointwise part of the stem.
+        head_tokens: M, the number of synthetic head tokens.
+        width: d, the width of a head token. A multiple of twice ``encoder_heads``.
+        kernel_size: The number of time steps that the stem's convolution sees. Odd.
+        encoder_layers: The number of blocks of the encoder along time.
+        encoder_heads: The number of attention heads of an encoder block.
+        window: The number of tokens that attend to each other in the encoder.
+        overlap: The number of tokens over which the seam of two windows is blended, at most half of ``window``.
+        dropout: The share of input channels, bottleneck channels and block activations that training drops.
+        training: How the mapper was trained, for people to read.
+        mapper_version: The version of the format. A `ProxyKVWarning` reports a newer one.
 
     Raises:
-        InvalidInputError: On construction, naming the argument.
+        InvalidInputError: An argument is not valid; the error names it. Raised on construction.
     """
 
     model_type = "hybrid_axial_mapper"
@@ -93,7 +101,7 @@ class HybridAxialMapperConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in ("target_geometry", "proxy_geometry", "features", "training"):
-            setattr(self, name, json.loads(json.dumps(getattr(self, name))))  # tuples become lists, as on disk
+            setattr(self, name, json.loads(json.dumps(getattr(self, name))))  # tuples become lists, as in a file
         unit, half = 2 * max(self.encoder_heads, 1), self.window // 2
         rules = {name: (getattr(self, name) >= 1, "at least 1") for name in SIZES}
         rules |= {
@@ -113,27 +121,38 @@ class HybridAxialMapperConfig(PreTrainedConfig):
 
     @property
     def target(self) -> ModelGeometry:
+        """The target's geometry."""
         return ModelGeometry.from_dict(self._given("target_geometry"))
 
     @property
     def proxy(self) -> ModelGeometry:
+        """The geometry of the whole proxy."""
         return ModelGeometry.from_dict(self._given("proxy_geometry"))
 
     @property
     def feature_recipe(self) -> FeatureRecipe:
+        """The features that the mapper reads."""
         return FeatureRecipe(**self._given("features"))
 
     def _given(self, name: str) -> dict[str, Any]:
         value: dict[str, Any] | None = getattr(self, name)
         if value is None:
-            raise InvalidInputError(f"{name}: expected a dict, got None: a mapper is made for one pair of models")
+            raise InvalidInputError(
+                f"{name}: expected a dict, got None: give it, since a mapper is made for one target and one proxy"
+            )
         return value
 
 
 class HybridAxialMapper(PreTrainedModel):
-    """Features `[B, C, N]` to log-scale scores `[B, L, H, N]`.
+    """The trained network that turns the proxy's features `[B, C, N]` into log-scale scores `[B, L, H, N]`.
 
-    Time and memory are linear in N. A fresh mapper answers about the head prior, whatever the text says.
+    Its time and memory are linear in N. Before training, its scores are close to the head prior, whatever the text.
+
+    Args:
+        config: The mapper's config, with the geometries, the feature recipe and the sizes.
+
+    Raises:
+        InvalidInputError: The config lacks the target's geometry or the number of channels.
     """
 
     config_class = HybridAxialMapperConfig
@@ -171,7 +190,7 @@ class HybridAxialMapper(PreTrainedModel):
             init.zeros_(module.bias)
         elif isinstance(module, _TargetHeads):
             init.normal_(module.query, std=1.0)
-            init.normal_(module.output, std=0.01 / math.sqrt(module.output.shape[1]))  # about the prior, at first
+            init.normal_(module.output, std=0.01 / math.sqrt(module.output.shape[1]))  # scores start close to the prior
             init.zeros_(module.bias)
             init.zeros_(module.linear)
         elif isinstance(module, HybridAxialMapper):
@@ -180,15 +199,15 @@ class HybridAxialMapper(PreTrainedModel):
             init.zeros_(module.prior)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Scores of every KV pair.
+        """Compute the score of every KV pair.
 
         Args:
-            features: `[B, C, N]`, as `proxy_features` gives them, any float dtype.
+            features: `[B, C, N]`, the features of the config's feature recipe, in any float dtype.
 
-        Returns: `[B, L, H, N]`, float32, natural logarithms; zero in sliding-window layers.
+        Returns: the scores `[B, L, H, N]`, float32, as natural logarithms. They are zero in sliding-window layers.
 
         Raises:
-            InvalidInputError: Not three axes, or another C.
+            InvalidInputError: ``features`` does not have three axes, or has another C.
         """
         if features.dim() != 3 or features.shape[1] != self.config.channels:
             raise InvalidInputError(
@@ -198,7 +217,7 @@ class HybridAxialMapper(PreTrainedModel):
         return self.score(self.project(features))
 
     def project(self, features: Tensor) -> Tensor:
-        """Stage 1, pointwise: standardised features `[B, C, N]` to the bottleneck, `[B, N, R]`."""
+        """The pointwise part of stage 1: from features `[B, C, N]` to the bottleneck `[B, N, R]`."""
         mean, std = self.channel_mean[:, None], self.channel_std[:, None]
         parts = []
         for block in features.split(TIME_BLOCK, dim=2):
@@ -207,7 +226,7 @@ class HybridAxialMapper(PreTrainedModel):
         return torch.cat(parts, dim=1)
 
     def score(self, projected: Tensor) -> Tensor:
-        """All that follows: the bottleneck `[B, N, R]` to scores `[B, L, H, N]`."""
+        """Everything after `project`: from the bottleneck `[B, N, R]` to scores `[B, L, H, N]`."""
         batch, tokens, _ = projected.shape
         config, margin = self.config, self.config.kernel_size // 2
         scores = self.heads.direct(projected)  # [B, N, T]
@@ -224,9 +243,13 @@ class HybridAxialMapper(PreTrainedModel):
         return whole
 
     def _encode(self, stem_input: Tensor, start: int) -> Tensor:
-        """Stage 1, convolution, and stage 2, of one window that starts at token ``start``.
+        """The convolution of stage 1, and stage 2, for one window.
 
-        ``stem_input`` is `[B, n + kernel_size - 1, R]`; returns `[B, n, M, d]`.
+        Args:
+            stem_input: `[B, n + kernel_size - 1, R]`, the window and the margins of the convolution.
+            start: The window's first token.
+
+        Returns: the head tokens `[B, n, M, d]`.
         """
         batch, width = len(stem_input), self.config.width
         states = self.stem(stem_input.transpose(1, 2)).transpose(1, 2)  # [B, n, M * d]
@@ -238,15 +261,19 @@ class HybridAxialMapper(PreTrainedModel):
         return self.encoder_norm(states).unflatten(0, (batch, -1)).transpose(1, 2)
 
     def head_prior(self) -> Tensor:
-        """The mean training score of every head, `[L, H]`, apart from what training made of the bias."""
+        """The mean training score of every head, `[L, H]`. Training changes the heads' bias, but not this prior."""
         return self.prior.clone()
 
     @torch.no_grad()
     def set_head_prior(self, values: Tensor) -> None:
-        """Start every head from its mean training score.
+        """Set the head prior, and start every head's bias from it.
 
         Args:
-            values: `[L_full, H]`, log scale; a row for each full-attention layer.
+            values: `[L_full, H]`, the mean training score of each head on a log scale, with a row for each
+                full-attention layer.
+
+        Raises:
+            GeometryError: ``values`` has another shape.
         """
         target = self.config.target
         expected = (len(target.full_layers), target.num_key_value_heads)
@@ -259,20 +286,21 @@ class HybridAxialMapper(PreTrainedModel):
 
     @torch.no_grad()
     def set_channel_statistics(self, mean: Tensor, std: Tensor) -> None:
-        """Standardise by the training data's mean and deviation, `[C]` each."""
+        """Set the training data's mean and standard deviation, `[C]` each, by which features are standardised."""
         self.channel_mean.copy_(mean)
         self.channel_std.copy_(std.clamp(min=1e-4))
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Write ``config.json`` and ``model.safetensors``; each file appears whole or stays what it was.
+        """Write ``config.json`` and ``model.safetensors``. If it fails, older files stay as they were.
 
         Args:
-            save_directory: The folder, made where missing.
-            args, kwargs: As transformers has them, without ``push_to_hub``.
+            save_directory: The folder. It is made if it is missing.
+            args: Further positional arguments of transformers' ``save_pretrained``.
+            kwargs: Further keyword arguments of transformers' ``save_pretrained``, except ``push_to_hub``.
 
         Raises:
-            OSError: They cannot be written, on a full disk say.
-            InvalidInputError: ``push_to_hub``.
+            OSError: The files cannot be written, for example because the disk is full.
+            InvalidInputError: ``push_to_hub`` is given.
         """
         if kwargs.get("push_to_hub"):
             self.push_to_hub()
@@ -281,27 +309,30 @@ class HybridAxialMapper(PreTrainedModel):
         with tempfile.TemporaryDirectory(prefix=".mapper-", dir=folder) as fresh:
             try:
                 super().save_pretrained(fresh, *args, **kwargs)
-            except SafetensorError as error:  # what safetensors makes of the system's errors
+            except SafetensorError as error:  # safetensors wraps the system's errors in its own
                 raise OSError(f"the mapper cannot be written into {folder}: {error}") from error
             for path in Path(fresh).iterdir():
                 os.replace(path, folder / path.name)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
-        """Refused: a mapper alone does not know its card, and would get a template for one.
+        """Refuse to upload: the mapper does not hold its card, and transformers would upload a template in its place.
 
         Raises:
-            InvalidInputError: Always, naming ``proxykv push``.
+            InvalidInputError: Always. The error names ``proxykv push``, which uploads a mapper with its card.
         """
         raise InvalidInputError(
-            "a mapper goes to the Hub with its card, which lies beside it and not in it: save it into a folder with "
-            "its README.md, as `proxykv train` does, and run `proxykv push FOLDER --repo ID`"
+            "a mapper is uploaded with its card, which it does not hold itself: save it into a folder with its "
+            "README.md, as `proxykv train` does, and run `proxykv push FOLDER --repo ID`"
         )
 
     def resize_target_heads(self, geometry: ModelGeometry) -> None:
-        """Change to another target by new queries alone; everything else is kept and frozen.
+        """Change to another target with new heads. Everything else is kept, and is frozen.
 
-        The new heads start from a prior of zero (`set_head_prior`), and want training. The target's id and
+        The new heads start with a prior of zero (see `set_head_prior`) and need training. The target's id and
         fingerprint are cleared.
+
+        Args:
+            geometry: The geometry of the new target.
         """
         self.requires_grad_(False)
         config = self.config
@@ -314,7 +345,7 @@ class HybridAxialMapper(PreTrainedModel):
 
 
 class _TargetHeads(nn.Module):
-    """Stage 3: what belongs to single target heads."""
+    """Stage 3: the parameters of each target head."""
 
     def __init__(self, heads: int, width: int, bottleneck: int) -> None:
         super().__init__()
@@ -324,25 +355,25 @@ class _TargetHeads(nn.Module):
         self.linear = nn.Parameter(torch.empty(heads, bottleneck))
 
     def direct(self, compressed: Tensor) -> Tensor:
-        """The linear path and the bias: `[B, N, R]` to `[B, N, T]`, float32.
+        """The linear path and the bias: from `[B, N, R]` to `[B, N, T]`, in float32 even under autocast.
 
-        Under autocast too: scores about the bias, a prior of -6 say, are a few hundred numbers only in bfloat16, and
-        what is kept is decided among them.
+        In bfloat16, scores near a bias of -6, for example, would take only a few hundred different values. That is too
+        coarse to choose what is kept.
         """
         with torch.autocast(compressed.device.type, enabled=False):
             return functional.linear(compressed.float(), self.linear.float(), self.bias.float())
 
     def forward(self, key: Tensor, value: Tensor) -> Tensor:
-        """``sum_m softmax_m(q_h . k_m / sqrt(d)) * (w_h . v_m)``: `[B, n, M, d]` twice to `[B, n, T]`.
+        """``sum_m softmax_m(q_h . k_m / sqrt(d)) * (w_h . v_m)``: from two `[B, n, M, d]` to `[B, n, T]`.
 
-        The product with w_h comes before the sum over M, so nothing of `[n, T, d]` is made.
+        The product with w_h comes before the sum over M, so there is no tensor `[n, T, d]`.
         """
         weights = functional.linear(key, self.query / math.sqrt(key.shape[-1])).softmax(2)  # [B, n, M, T]
         return (weights * functional.linear(value, self.output)).sum(2)
 
 
 class _Block(nn.Module):
-    """One pre-norm block of the encoder along time."""
+    """A pre-norm block of the encoder along time."""
 
     def __init__(self, config: HybridAxialMapperConfig) -> None:
         super().__init__()
@@ -366,14 +397,14 @@ def _head_count(geometry: ModelGeometry) -> int:
 
 
 def _positions(places: Tensor, width: int, longest: int) -> Tensor:
-    """Sinusoids `[n, d]`, wavelengths up to ``longest``: no place of a long text has an unseen phase."""
+    """Sinusoids `[n, d]` with wavelengths up to ``longest``, so that long texts have no phases unseen in training."""
     ends = math.log10(SHORTEST_WAVE), math.log10(max(longest, SHORTEST_WAVE))
     phase = 2 * math.pi * places[:, None] / torch.logspace(*ends, width // 2, dtype=places.dtype)
     return torch.cat([phase.sin(), phase.cos()], dim=1)
 
 
 def _windows(tokens: int, window: int, overlap: int) -> list[tuple[int, int]]:
-    """Spans that cover the tokens; the last one is moved back to be whole."""
+    """Spans of windows that cover the tokens. The last window is moved back, so that it is full."""
     if tokens <= window:
         return [(0, tokens)]
     starts = [*range(0, tokens - window, window - overlap), tokens - window]
@@ -381,7 +412,7 @@ def _windows(tokens: int, window: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def _seam_weight(start: int, stop: int, tokens: int, overlap: int) -> Tensor:
-    """A window's say at each of its places, `[n]`, float32: rises and falls linearly at seams, not at a text's ends."""
+    """A window's weight at each of its tokens, `[n]`, float32: linear ramps at the seams, 1 at the text's ends."""
     steps = torch.arange(1, stop - start + 1, dtype=torch.float32) / (overlap + 1)
     rise = steps if start > 0 else torch.ones_like(steps)
     fall = steps.flip(0) if stop < tokens else torch.ones_like(steps)
