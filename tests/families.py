@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -52,3 +53,11 @@ WORKING = {
     "falcon": lambda: make_family("Falcon", NO_KV_HEADS, num_kv_heads=2, new_decoder_architecture=True),
     "falcon-mqa": lambda: make_family("Falcon", NO_KV_HEADS),
 }
+
+#: The second is Falcon's before 5.25, whose config does not say that its heads share one K and V.
+OWN_WAY = "computes attention in its own way|expected 4 KV heads as the config says, got 1"
+
+
+def computes_by_the_interface(model: PreTrainedModel) -> bool:
+    """Whether this transformers' file of the model calls `AttentionInterface`: Falcon's does since 5.25."""
+    return hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")

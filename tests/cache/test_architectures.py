@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
-from families import NO_KV_HEADS, SMALL_GPT2, WORKING, make_family
+from families import NO_KV_HEADS, OWN_WAY, SMALL_GPT2, WORKING, computes_by_the_interface, make_family
 from reference import Reference, ReferenceRow, slow_selection
 from tiny import random_ids
 from watcher import Watcher
@@ -15,13 +13,6 @@ from proxykv_hf import FixedScorer, ProxyPrunedCache, RandomScorer, RetentionPol
 from proxykv_hf._compat import call_forward
 
 TOKENS = 30
-#: The second is Falcon's before 5.25, whose config does not say that its heads share one K and V.
-OWN_WAY = "computes attention in its own way|expected 4 KV heads as the config says, got 1"
-
-
-def computes_by_the_interface(model):
-    """Whether this transformers' file of the model calls `AttentionInterface`: Falcon's does since 5.25."""
-    return hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])

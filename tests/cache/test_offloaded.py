@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from accelerate import disk_offload
 from every_scorer import SCORERS
 from tiny import random_ids, random_scores, tiny_model
 from tiny_mappers import make_mapper
@@ -25,11 +26,12 @@ PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers
 @pytest.fixture(params=["some", "all"])
 def offloaded(request, tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
+    if request.param == "all":
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        return disk_offload(model, tmp_path / "offload", execution_device=torch.device("cpu"))
     places = {part: "disk" if part.startswith("model.layers.1") else "cpu" for part in (*PARTS, "lm_head")}
     return AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model",
-        device_map=places if request.param == "some" else {"": "disk"},
-        offload_folder=tmp_path / "offload",
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
     )
 
 

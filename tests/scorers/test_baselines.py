@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from every_scorer import OBSERVERS
-from families import WORKING
+from families import OWN_WAY, WORKING, computes_by_the_interface
 from model_state import snapshot
 from tiny import pad_left, random_ids, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
@@ -314,6 +314,10 @@ def test_undone_queries_are_those_before_the_rotation(name, monkeypatch):
 
     if name in WORKING:
         model = WORKING[name]()
+        if not computes_by_the_interface(model):
+            with pytest.raises(UnsupportedModelError, match=OWN_WAY):
+                Rotary.of(model)
+            return
     else:
         model = tiny_model()
         scaled = {"rope_type": name, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
