@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -134,6 +135,14 @@ def test_what_is_not_whole_does_not_go(hub, folder, tmp_path, capsys):
     hub.refuses = True
     assert f"could not upload {folder} to {hub.url} as {REPO}: " in refused(folder)
     assert hub.files == {}
+
+
+def test_a_hub_that_is_not_there(folder, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    assert cli.main(["push", str(folder), "--repo", REPO]) == 2
+    assert f"proxykv: could not upload {folder} to {url} as {REPO}: " in capsys.readouterr().err
 
 
 def test_a_mapper_alone_is_not_published(hub, tmp_path):

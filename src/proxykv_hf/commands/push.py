@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import CommitOperationAdd, HfApi, utils
 
 from ..errors import InvalidInputError
 from ..proxy.card import card_on_hub
@@ -16,8 +16,8 @@ from ..proxy.loading import load_mapper
 CARD = "README.md"
 #: What is uploaded besides the card from a folder that ``proxykv train`` wrote: everything but the checkpoints.
 FILES = ("config.json", "model.safetensors", "results.json", "history.json", "curves.png")
-#: The error class of the HTTP library; versions 1 and 2 of huggingface_hub use different libraries.
-HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
+#: The HTTP library of huggingface_hub, which ``utils`` names from 1.30 on: httpx in version 1, httpx2 in version 2.
+httpx: Any = getattr(utils, "httpx", None) or importlib.import_module("httpx")
 
 
 def add_parser(commands: Any) -> None:
@@ -54,6 +54,6 @@ def run(arguments: argparse.Namespace) -> None:
         files = [folder / name for name in FILES if (folder / name).is_file()]
         operations = [CommitOperationAdd(CARD, text.encode()), *(CommitOperationAdd(path.name, path) for path in files)]
         done = api.create_commit(repo, operations, commit_message="Upload a proxykv-hf mapper")
-    except HTTPError as error:
+    except httpx.HTTPError as error:
         raise OSError(f"could not upload {folder} to {api.endpoint} as {arguments.repo}: {error}") from error
     print(done.commit_url)
