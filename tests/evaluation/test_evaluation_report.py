@@ -164,8 +164,15 @@ def test_the_report_tells_no_length_of_examples_from_a_file(write, tmp_path, cap
     path = write(header(tokens=None, data="00ff"), *rows())
     outcomes = read_outcomes([path])
     text = markdown(outcomes, summarize(outcomes, samples=20))
-    assert "12 questions about 6 contexts, 3 tasks. The questions are not seen" in text
+    assert "3 tasks with 12 questions about 6 contexts. The methods prune the cache before they know any" in text
     assert "None tokens" not in text
+
+
+def test_the_report_says_whether_methods_know_the_question(write):
+    outcomes = read_outcomes([write(header(query_aware=True), *rows())])
+    text = markdown(outcomes, summarize(outcomes, samples=20))
+    assert "The methods **know the question** when they prune the cache." in text
+    assert "before they know" not in text
 
 
 @pytest.mark.usefixtures("of_any_number")
@@ -173,22 +180,23 @@ def test_the_report_in_markdown(write):
     outcomes = read_outcomes([write()])
     text = markdown(outcomes, summarize(outcomes, samples=2000))
     lines = text.splitlines()
-    assert "12 questions about 6 contexts of at most 500 tokens, 3 tasks. The questions are not seen" in text
-    assert "Beyond the model, since its full cache scores under 0.5, and left out of all means: hard (0.25)." in text
+    assert "3 tasks with 12 questions about 6 contexts of at most 500 tokens. The methods prune the cache" in text
+    left_out = "The full cache scores under 0.5 on these tasks, so they are left out of all means: hard (0.25)."
+    assert left_out in lines
     assert "| full |  | 0.88 (0.75–1.00) |  |" in lines
     assert "| **proxykv** | global |  | 0.50 (0.00–1.00) |" in lines
-    assert "| KV bytes, of full |  | 1.00 | 0.20–0.21 |" in lines
+    assert "| share of the full cache's bytes |  | 1.00 | 0.20–0.21 |" in lines
     assert "| snapkv | uniform | +37.5 (-25.0 to +100.0) | 8 |" in lines
     assert "| snapkv | uniform | **-1.300 (-1.300 to -1.300)** | 8 |" in lines
     assert "| easy | 1.00 | 0.67 (0.00–1.00) |" in lines
     assert "| fair | 0.75 | kvzip 0.25: nll +0.20 (+0.20 to +0.20) |" in lines
-    assert "| hard (beyond the model) | 0.25 | kvzip 0.25: nll +0.20 (+0.20 to +0.20) |" in lines
-    about = "4 questions of 2 contexts, f1. Fewer than 8 contexts tell no interval."
-    assert f"{about} Beyond the model: the full cache scores 0.25." in lines
+    assert "| hard (not in the means) | 0.25 | kvzip 0.25: nll +0.20 (+0.20 to +0.20) |" in lines
+    about = "4 questions about 2 contexts; metric f1. There are no intervals, because there are fewer than 8 contexts."
+    assert f"{about} The full cache scores only 0.25, so the means leave this task out." in lines
     assert "| target weights | 00ff |" in lines
     assert "| commit | abc123 |" in lines
     assert "proxykv evaluate --tasks 'easy hard'" in lines
-    assert "Unequal" not in text
+    assert "Missing answers" not in text
 
 
 @pytest.mark.usefixtures("of_any_number")
@@ -207,8 +215,8 @@ def test_unequal_sets_are_named_and_only_shared_questions_compared(write):
     assert easy[OURS.at(0.2)].of_reference.value == 1.0
     assert SNAP.at(0.2) not in summary.overall
     text = markdown(outcomes, summary)
-    assert "- kvzip (global) at 0.2: 2 of 4 questions of easy" in text
-    assert "- snapkv (uniform) at 0.2: 0 of 4 questions of fair" in text
+    assert "- kvzip (global) at 0.2: answered 2 of 4 questions of easy" in text
+    assert "- snapkv (uniform) at 0.2: answered 0 of 4 questions of fair" in text
     assert "| snapkv | uniform |  | – |" in text
     assert "| kvzip | global | +12.5 | 6 |" in text  # a mean over a task without an interval has none either
 
@@ -235,8 +243,11 @@ def test_means_of_the_questions_that_all_answered(write, tmp_path):
     assert (found.score.value, found.questions, found.pairs) == (0.5, 4, 4)  # easy 0, fair 1
     assert (summary.shared[KVZIP.at(0.2)].score.value, summary.shared[WHOLE].score.value) == (0.5, 1.0)
     text = markdown(outcomes, summary)
-    assert "of the same questions: of 8, 4 were answered by snapkv (uniform); all by the others." in text
-    table = text.split("Of the 4 questions in 2 tasks that all methods answered, at the ratios that all have:")[1]
+    fewer = "Some rows are means over fewer than the 8 questions: snapkv (uniform) answered 4. The other methods"
+    assert f"{fewer} answered all questions.\n" in text
+    table = text.split(
+        "The means over the 4 questions in 2 tasks that all methods answered, at the ratios that all methods have:"
+    )[1]
     assert table.strip().startswith("| method | allocation | all | 0.2 |\n|---|---|---|---|\n| full |  | 1.00 |  |\n")
     assert "| **proxykv** | global |  | 0.50 |" in table.split("##")[0]
     assert cli.main(["report", str(path), "--out", str(tmp_path / "out"), "--samples", "20"]) == 0
@@ -254,7 +265,7 @@ def test_means_of_the_same_questions_leave_out_a_task_that_a_method_lacks(write)
     assert summary.shared[SNAP.at(0.2)].score.value == 0.25
     whole = summarize(read_outcomes([write()]), samples=20)
     assert (whole.shared, whole.shared_tasks) == ({}, [])
-    assert "same questions" not in markdown(read_outcomes([write()]), whole)
+    assert "fewer than the" not in markdown(read_outcomes([write()]), whole)
 
 
 def test_variants_are_ordered_by_the_ratios_that_all_have(write):
@@ -271,8 +282,9 @@ def test_few_contexts_give_no_interval_for_one_task_but_for_several(write):
     outcomes = read_outcomes([write(header(), *rows(scores))])
     text = markdown(outcomes, summarize(outcomes, samples=50))
     assert "| easy | 1.00 | 0.67 |" in text
-    assert "8 questions of 4 contexts, exact_match. Fewer than 8 contexts tell no interval." in text
-    assert "all contexts score alike, none of fewer than 8 contexts |" in text
+    about = "8 questions about 4 contexts; metric exact_match. There are no intervals, because there are fewer than 8"
+    assert about in text
+    assert "A task with fewer than 8 contexts has no interval. |" in text
     assert "| **proxykv** | global |  | 0.50 (0." in text  # over both tasks
 
 
@@ -283,7 +295,8 @@ def test_one_context_and_no_likelihood(write):
     ours = summary.overall[OURS.at(0.2)]
     assert (ours.score.value, ours.score.low, ours.nll, ours.nll_over_reference) == (1.0, None, None, None)
     text = markdown(outcomes, summary)
-    assert "2 questions of 1 context, exact_match. Fewer than 8 contexts tell no interval." in text
+    about = "2 questions about 1 context; metric exact_match. There are no intervals, because there are fewer than 8"
+    assert about in text
     assert "| **proxykv** | global |  | 1.00 |" in text
     assert "- 8 answers without a log-likelihood" in text
 
@@ -293,7 +306,7 @@ def test_nothing_within_the_models_reach(write, tmp_path, capsys):
     path = write(header(), *rows({key: values for key, values in SCORES.items() if key[0] == "hard"}))
     assert cli.main(["report", str(path), "--samples", "10", "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "No task is left to take means over" in text
+    assert "No task is left, so there are no means." in text
     assert "## Score" not in text
     assert not list((tmp_path / "out").glob("*.png"))
 
@@ -340,7 +353,7 @@ def test_the_command_writes_report_figures_and_pictures(write, tmp_path, capsys)
 
 def test_without_a_folder_it_prints(write, capsys):
     assert cli.main(["report", str(write()), "--samples", "50"]) == 0
-    assert capsys.readouterr().out.startswith("# What is lost at each budget: org/model\n")
+    assert capsys.readouterr().out.startswith("# Scores with a pruned KV cache: org/model\n")
 
 
 def test_of_some_tasks_alone(write, capsys):
@@ -458,17 +471,17 @@ def test_without_the_methods_that_are_compared_by_default(write, tmp_path, capsy
         return (out / "report.md").read_text(), json.loads((out / "report.json").read_text())
 
     text, figures = report("kvzip")
-    assert "There is no kvzip, which recovery would be relative to: --reference names another method." in text
-    assert "## Recovery of the full cache" in text
-    assert "## Recovery of kvzip" not in text
-    assert "recovers of" not in text
-    assert "## proxykv (global) against each" in text
+    assert "The files have no rows of kvzip, so no recovery relative to it is shown. To choose another method, " in text
+    assert "## Recovery relative to the full cache" in text
+    assert "## Recovery relative to kvzip" not in text
+    assert "divided by the score of kvzip" not in text
+    assert "## proxykv (global) compared with the other methods" in text
     assert (figures["reference"], figures["ours"]["method"]) == (None, "proxykv")
 
     text, figures = report("proxykv")
-    assert "There is no proxykv, which the others would be compared with: --ours names another method." in text
-    assert "## Recovery of kvzip (global)" in text
-    assert "against each" not in text
+    assert "The files have no rows of proxykv, so it is not compared with the other methods. To compare another" in text
+    assert "## Recovery relative to kvzip (global)" in text
+    assert "compared with the other methods\n" not in text
     assert (figures["reference"]["method"], figures["ours"]) == ("kvzip", None)
 
     text, _ = report("proxykv", "kvzip")

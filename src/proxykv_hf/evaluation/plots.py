@@ -127,12 +127,13 @@ def plot_recovery(summary: Summary, path: Path, title: str) -> bool:
         panels[0].set(ylim=(len(rows) - 0.5, -0.6), xlim=(-0.03, min(2.0, max(1.1, 1.06 * max(highest)))))
         panels[0].set_xticks([0, 0.5, 1])
         figure.supxlabel(
-            f"blue: {ours.method}'s score over {reference.method}'s, 95 % interval from {LEAST_CONTEXTS} contexts on; "
-            f"grey: other methods'; in words: {reference.method}'s own, too low for a quotient",
+            f"blue: {ours.method}'s score divided by {reference.method}'s, with a 95 % interval if there are at least "
+            f"{LEAST_CONTEXTS} contexts; grey: the same for other methods;\n"
+            f"text: {reference.method}'s own score, if it is too low to divide by",
             fontsize=8,
             color=GREY,
         )
-        save(figure, path, f"{ours.method} against {reference.method}: {title}")
+        save(figure, path, f"{ours.method} relative to {reference.method}: {title}")
     return True
 
 

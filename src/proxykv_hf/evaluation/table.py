@@ -1,4 +1,4 @@
-"""The report in Markdown: the means, ours against each other method, each task, and how it was measured."""
+"""The report in Markdown: the means, ours compared with each other method, each task, and how it was measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def markdown(outcomes: Outcomes, summary: Summary, pictures: Sequence[Path] = ()
         summary: From `summarize`.
         pictures: Plots to show, in the folder of the report.
     """
-    parts = [f"# What is lost at each budget: {outcomes.headers[0]['target']}", _what_was_asked(outcomes, summary)]
+    parts = [f"# Scores with a pruned KV cache: {outcomes.headers[0]['target']}", _what_was_asked(outcomes, summary)]
     parts += [f"![{picture.stem.replace('_', ' ')}]({picture.name})" for picture in pictures]
     parts += _overall(summary) if summary.overall else []
     parts += _by_task(summary)
@@ -49,24 +49,29 @@ def _what_was_asked(outcomes: Outcomes, summary: Summary) -> str:
     # Contexts from a file have any length.
     length = "" if header["tokens"] is None else f" of at most {header['tokens']} tokens"
     lines = [
-        f"{_count(sum(task.questions for task in tasks), 'question')} about {_count(examples, 'context')}{length}, "
-        f"{_count(len(tasks), 'task')}. The questions are "
-        + ("**seen** by what prunes." if header["query_aware"] else "not seen by what prunes.")
+        f"{_count(len(tasks), 'task')} with {_count(sum(task.questions for task in tasks), 'question')} about "
+        f"{_count(examples, 'context')}{length}. "
+        + (
+            "The methods **know the question** when they prune the cache."
+            if header["query_aware"]
+            else "The methods prune the cache before they know any question."
+        )
     ]
     beyond = [f"{name} ({task.full.score.value:.2f})" for name, task in summary.tasks.items() if not task.within_reach]
     if beyond:
         lines.append(
-            f"Beyond the model, since its full cache scores under {WITHIN_REACH}, and left out of all means: "
-            f"{', '.join(beyond)}."
-            + ("" if summary.overall else " No task is left to take means over; see each task below.")
+            f"The full cache scores under {WITHIN_REACH} on these tasks, so they are left out of all means: "
+            f"{', '.join(beyond)}." + ("" if summary.overall else " No task is left, so there are no means.")
         )
     if summary.reference is None:
         lines.append(
-            f"There is no {DEFAULT_REFERENCE}, which recovery would be relative to: --reference names another method."
+            f"The files have no rows of {DEFAULT_REFERENCE}, so no recovery relative to it is shown. To choose another "
+            "method, pass --reference."
         )
     if summary.ours is None:
         lines.append(
-            f"There is no {DEFAULT_OURS}, which the others would be compared with: --ours names another method."
+            f"The files have no rows of {DEFAULT_OURS}, so it is not compared with the other methods. To compare "
+            "another method with them, pass --ours."
         )
     return "\n".join(lines)
 
@@ -75,36 +80,41 @@ def _overall(summary: Summary) -> list[str]:
     reference, ours, figures = summary.reference, summary.ours, summary.overall
     parts = [
         "## Score",
-        f"Mean over {_count(len(summary.judged), 'task')}, each the same weight, and its 95 % interval.",
-        _table(summary, figures, _score, full=figures[WHOLE], last=("KV bytes, of full", _kept(summary))),
-        "The ratio is that of the context's KV pairs; bytes hold the chat template's beside, which are all kept.",
+        f"The mean score over {_count(len(summary.judged), 'task')} with equal weights, and its 95 % interval. Each "
+        "column is a retention ratio: the share of the context's KV pairs that is kept.",
+        _table(summary, figures, _score, full=figures[WHOLE], last=("share of the full cache's bytes", _kept(summary))),
+        "The bytes include the KV pairs of the chat template, which are all kept.",
         *_answered(summary),
     ]
     if reference is not None:
         parts += [
-            f"## Recovery of {reference}",
-            f"Score over that of {reference} at the same ratio. {_where_not_meaningful(reference)}",
+            f"## Recovery relative to {reference}",
+            f"The score divided by the score of {reference} at the same ratio. {_where_not_meaningful(reference)}",
             _table(summary, figures, _recovery(reference), without=reference),
         ]
-    parts += ["## Recovery of the full cache", _table(summary, figures, lambda found: _span(found.of_full))]
+    parts += [
+        "## Recovery relative to the full cache",
+        "The score divided by the score of the full cache.",
+        _table(summary, figures, lambda found: _span(found.of_full)),
+    ]
     return parts if ours is None else parts + _leads(summary, ours)
 
 
 def _leads(summary: Summary, ours: Variant) -> list[str]:
     figures = summary.overall
     return [
-        f"## {ours} against each",
-        f"Score of {ours} minus the other's at the same ratio, in points, of the questions that both answered; "
-        "**bold** where the interval excludes zero.",
+        f"## {ours} compared with the other methods",
+        f"The score of {ours} minus the score of the other method at the same ratio, in points (hundredths), over the "
+        "questions that both answered. A difference is **bold** if its interval excludes zero.",
         _table(summary, figures, lambda found: _signed(found.lead, 100, ".1f"), without=ours, pairs=True),
-        "The same for the negative log-likelihood of the right answers, nats per token: below zero "
-        f"{ours} leaves them likelier.",
+        "The same difference in the negative log-likelihood of the right answers, in nats per token. Below zero, the "
+        f"right answers are more likely with {ours}.",
         _table(summary, figures, lambda found: _signed(found.lead_nll, 1, ".3f"), without=ours, pairs=True),
     ]
 
 
 def _answered(summary: Summary) -> list[str]:
-    """The text under the table of means: who answered fewer questions, and the means over those that all answered."""
+    """The text under the table of means: methods with fewer answers, and means over the questions that all answered."""
     total = sum(summary.tasks[name].questions for name in summary.judged)
     fewer: dict[str, list[str]] = {}
     for variant in (WHOLE.variant, *summary.variants()):
@@ -113,13 +123,16 @@ def _answered(summary: Summary) -> list[str]:
             fewer.setdefault(_range(numbers), []).append(str(variant))
     parts = []
     if fewer:
-        who = "; ".join(f"{numbers} were answered by {', '.join(names)}" for numbers, names in fewer.items())
-        parts.append(f"Not all rows are of the same questions: of {total}, {who}; all by the others.")
+        who = "; ".join(f"{', '.join(names)} answered {numbers}" for numbers, names in fewer.items())
+        parts.append(
+            f"Some rows are means over fewer than the {_count(total, 'question')}: {who}. The other methods answered "
+            "all questions."
+        )
     if summary.shared:
         shared = summary.shared[WHOLE].questions
         parts += [
-            f"Of the {_count(shared, 'question')} in {_count(len(summary.shared_tasks), 'task')} that all methods "
-            "answered, at the ratios that all have:",
+            f"The means over the {_count(shared, 'question')} in {_count(len(summary.shared_tasks), 'task')} that all "
+            "methods answered, at the ratios that all methods have:",
             _table(summary, summary.shared, _score, full=summary.shared[WHOLE], common=True),
         ]
     return parts
@@ -139,20 +152,21 @@ def _recovery_by_task(summary: Summary, reference: Variant, ours: Variant) -> li
     rows = []
     for name, task in summary.tasks.items():
         entries = [_entry(task.figures, ours.at(ratio), _recovery(reference)) for ratio in ratios]
-        title = name if task.within_reach else f"{name} (beyond the model)"
+        title = name if task.within_reach else f"{name} (not in the means)"
         rows.append([title, f"{task.full.score.value:.2f}", *entries])
     return [
-        f"What {ours} recovers of {reference}. {_where_not_meaningful(reference)}",
+        f"The score of the full cache, and at each ratio the score of {ours} divided by the score of {reference}. "
+        f"{_where_not_meaningful(reference)}",
         _grid(["task", "full", *map(_ratio, ratios)], rows),
     ]
 
 
 def _about(task: TaskSummary) -> str:
-    about = f"{_count(task.questions, 'question')} of {_count(task.examples, 'context')}, {task.metric}."
+    about = f"{_count(task.questions, 'question')} about {_count(task.examples, 'context')}; metric {task.metric}."
     if task.examples < LEAST_CONTEXTS:
-        about += f" Fewer than {LEAST_CONTEXTS} contexts tell no interval."
+        about += f" There are no intervals, because there are fewer than {LEAST_CONTEXTS} contexts."
     if not task.within_reach:
-        about += f" Beyond the model: the full cache scores {task.full.score.value:.2f}."
+        about += f" The full cache scores only {task.full.score.value:.2f}, so the means leave this task out."
     return about
 
 
@@ -167,7 +181,7 @@ def _unequal(outcomes: Outcomes, summary: Summary) -> list[str]:
                 lacks.append(f"{0 if found is None else found.questions} of {task.questions} questions of {name}")
         if lacks:
             alike.setdefault(", ".join(lacks), []).append(cell)
-    lines = [f"- {_cells(cells)}: {lacks}" for lacks, cells in alike.items()]
+    lines = [f"- {_cells(cells)}: answered {lacks}" for lacks, cells in alike.items()]
     answers = [found for asked in outcomes.rows.values() for row in asked.values() for found in row.values()]
     without = sum(math.isnan(found.nll) for found in answers)
     if without:
@@ -175,10 +189,11 @@ def _unequal(outcomes: Outcomes, summary: Summary) -> list[str]:
     if not lines:
         return []
     text = (
-        "Scores are of what each method answered, comparisons of the questions that both did; a method that has "
-        "nothing of a task has no mean over the tasks."
+        "A score is a mean over the questions that the method answered. A comparison is over the questions that both "
+        "methods answered. A method that answered no question of a task has no mean over the tasks. These answers are "
+        "missing or incomplete:"
     )
-    return ["## Unequal sets", text, "\n".join(lines)]
+    return ["## Missing answers", text, "\n".join(lines)]
 
 
 def _cells(cells: Sequence[Cell]) -> str:
@@ -205,8 +220,9 @@ def _facts(outcomes: Outcomes, summary: Summary) -> str:
         "versions": of("versions"),
         "hardware": of("hardware"),
         "commit": of("commit"),
-        "intervals": f"95 %, {summary.samples:,} resamples of each task's contexts with all of their questions; "
-        f"a point where all contexts score alike, none of fewer than {LEAST_CONTEXTS} contexts",
+        "intervals": f"95 %, from {summary.samples:,} bootstrap resamples of each task's contexts, each with all of "
+        "its questions. If all contexts score alike, the interval is a single point. A task with fewer than "
+        f"{LEAST_CONTEXTS} contexts has no interval.",
     }
     rows = [[name, value] for name, value in facts.items() if value]
     commands = dict.fromkeys(_command(run["command"]) for run in runs if run.get("command"))
@@ -226,8 +242,9 @@ def _plain(value: Any) -> str:
 
 def _where_not_meaningful(reference: Variant) -> str:
     return (
-        f"Where {reference} itself scores under {MEANINGFUL} this is not meaningful, and the cell says its score and "
-        "how much higher the negative log-likelihood of the right answers is (nats per token)."
+        f"If {reference} itself scores under {MEANINGFUL}, this quotient says little. The table then shows the score "
+        f"of {reference}, and by how much the negative log-likelihood (nll) of the right answers is higher than with "
+        f"{reference}, in nats per token."
     )
 
 
@@ -265,7 +282,7 @@ def _table(
     """
     ratios = [ratio for ratio in summary.ratios() if not common or ratio in common_ratios(figures)]
     whole = [] if full is None else ["all"]
-    heading = ["method", "allocation", *whole, *map(_ratio, ratios), *(["questions paired"] if pairs else [])]
+    heading = ["method", "allocation", *whole, *map(_ratio, ratios), *(["questions in common"] if pairs else [])]
     rows = [] if full is None else [[WHOLE.method, "", show(full), *[""] * len(ratios)]]
     for variant in summary.variants():
         if variant == without:
