@@ -236,7 +236,7 @@ def test_what_can_be_refused_is_refused_before_the_prefill(target, proxy, scorer
     proxy.config.max_position_embeddings = 60
     with (
         ProxyPrunedCache(target, StaticAlignmentScorer(proxy, tiny_tokenizer()), POLICY) as cache,
-        pytest.raises(InvalidInputError, match=r"at most 60 tokens.*, got \d+, those with which it repeats"),
+        pytest.raises(InvalidInputError, match=r"at most 60 tokens.*, got \d+, including those that repeat"),
     ):
         cache.prefill(random_ids(1, TOKENS))
     with (
@@ -338,7 +338,7 @@ def test_a_proxy_that_repeats_takes_the_targets_tokenizer_where_it_has_none(targ
         assert torch.equal(cache.prefill(ids)["proxykv"], expected)
         cache.scorer.proxy.config.max_position_embeddings = 60
         cache.reset()
-        with pytest.raises(InvalidInputError, match=r"at most 60 tokens.*those with which it repeats"):
+        with pytest.raises(InvalidInputError, match=r"at most 60 tokens.*including those that repeat"):
             cache.prefill(ids)
     calls = []
     target.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(None))

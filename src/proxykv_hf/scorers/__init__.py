@@ -1,1 +1,1 @@
-"""Ways to rate KV pairs, one file each; `base` says what a scorer is."""
+"""The scorers, which rate KV pairs: one file for each. `base` defines what a scorer is."""

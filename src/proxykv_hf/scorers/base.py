@@ -1,4 +1,4 @@
-"""What a scorer is: the one seam between the cache and the ways to rate its KV pairs."""
+"""The scorer protocol: the only interface between the cache and the methods that rate its KV pairs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from ..geometry import ModelGeometry, device_of, max_positions
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """What is to be scored.
+    """The prompt that a scorer has to score, and the model whose KV pairs it rates.
 
     Args:
-        prompt: The distinct rows.
+        prompt: The prompt's distinct rows. In `Scorer.begin` it may be only the first chunk of a longer prompt;
+            `WholeCache.request` always has the whole prompt.
         target: The model whose KV pairs are rated.
-        geometry: Its geometry.
-        tokenizer: The target's, or None if the cache was given none.
-        timeout: Seconds that `ScorerRun.finish` may wait, or None.
-        at_once: Whether work may start as the target's prefill starts, and not only in `ScorerRun.finish`.
+        geometry: The target's geometry.
+        tokenizer: The target's tokenizer, or None if the cache was given none.
+        timeout: Seconds that a run may wait, in `ScorerRun.wait` and `ScorerRun.finish` together; None for no limit.
+        at_once: Whether work may start before `ScorerRun.finish` is called.
     """
 
     prompt: Prompt
@@ -37,11 +38,16 @@ class ScoringRequest:
 
     @property
     def max_positions(self) -> int | None:
-        """Positions that the target has, or None if its config does not say."""
+        """The number of positions that the target has, or None if its config does not say."""
         return max_positions(self.target.config)
 
     def blank_scores(self, value: float = 0.0, device: torch.device | None = None) -> Tensor:
-        """`[R, L, H, N]` of one value, float32, by default where the target computes: for a scorer to fill in."""
+        """Scores `[R, L, H, N]`, float32, for a scorer to fill in.
+
+        Args:
+            value: The value of all scores.
+            device: The device of the scores. By default the device that the target computes on.
+        """
         heads = (self.geometry.num_layers, self.geometry.num_key_value_heads)
         shape = (len(self.prompt.lengths), *heads, self.prompt.columns)
         return torch.full(
@@ -51,19 +57,20 @@ class ScoringRequest:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a scorer that observes is shown of one full-attention layer, in one forward of the prefill.
+    """What the cache shows to an observing scorer: one full-attention layer in one forward of the prefill.
 
     Args:
-        layer: Its index.
-        query: `[B, Q, q, D]` of this forward's tokens, rotated; copies of rows and padding included.
-        key: `[B, H, N, D]`, all so far; None in an observation that is kept.
-        hidden: `[B, q, hidden]`, what entered the attention module; None likewise.
+        layer: The layer's index in the model.
+        query: `[B, Q, q, D]`, the queries of this forward's tokens after RoPE. Copies of rows and padding are included.
+        key: `[B, H, N, D]`, the keys of all tokens so far after RoPE. None after `without_states`.
+        hidden: `[B, q, hidden]`, the hidden states that entered the attention module. None after `without_states`.
         scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: Cap of the logits (Gemma 2), or None.
-        columns: N.
-        pads: `[B]`, padding columns of each batch row so far, in a row that is all padding N; empty without padding.
-        firsts: `[B]`, for each batch row the first that holds the same so far; later chunks may tell them apart. Empty
-            if no two do, as far as is known.
+        columns: N, the number of columns so far.
+        pads: `[B]`, the number of padding columns of each batch row so far. It is N in a row that is all padding. Empty
+            without padding.
+        firsts: `[B]`, for each batch row, the first row with the same content so far. Later chunks may make such rows
+            differ. Empty if no two rows are known to be the same.
     """
 
     layer: int
@@ -77,72 +84,81 @@ class Observation:
     firsts: tuple[int, ...] = ()
 
     def without_states(self, query: Tensor) -> Observation:
-        """To keep: another query, and none of the large tensors."""
+        """A copy to keep: with another ``query``, and without ``key`` and ``hidden``, which are large."""
         return dataclasses.replace(self, query=query, key=None, hidden=None)
 
 
 class WholeCache(Protocol):
-    """The prefilled, still whole cache, as a scorer reads it."""
+    """A scorer's view of the prefilled cache, which is not pruned yet."""
 
     @property
-    def target(self) -> PreTrainedModel: ...
+    def target(self) -> PreTrainedModel:
+        """The model that prefilled the cache."""
+        ...
 
     @property
     def request(self) -> ScoringRequest:
-        """The prompt as it was in the end, all chunks of a chunked prefill together."""
+        """The request with the whole prompt: all chunks of a chunked prefill together."""
         ...
 
     def batch_row(self, row: int) -> int:
-        """A row of the batch that is this distinct row."""
+        """The first batch row that holds the distinct row ``row``."""
         ...
 
     def states(self, row: int) -> Sequence[tuple[Tensor, Tensor]]:
-        """K `[1, H, n, D]` and V `[1, H, n, Dv]` of a distinct row in every layer, views without padding.
+        """K `[1, H, n, D]` and V `[1, H, n, Dv]` of the distinct row ``row`` in every layer, as views without padding.
 
-        Sliding-window layers hold the last tokens only.
+        Sliding-window layers hold only the last tokens.
         """
         ...
 
 
 class ScorerRun:
-    """One prompt being scored. The defaults suit a scorer that does all its work in `finish`."""
+    """The scoring of one prompt. The default methods suit a scorer that does all its work in `finish`."""
 
     needs_cache: ClassVar[bool] = True
     """Whether `finish` reads the prefilled cache. If not, it may be called before the prefill is over."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        """Time by phase (``proxy``, ``mapper``), for the cache's report."""
+        """Seconds by phase (``proxy``, ``mapper``), for the cache's report."""
         self.devices: dict[str, str] = {}
-        """What ran where, for the cache's report."""
+        """The device of each part, by name (``proxy``), for the cache's report."""
         self.bytes_peak = 0
-        """The most that features, the proxy's own KV and scores held, for the cache's report."""
+        """The most bytes that features, the proxy's own KV pairs and scores have held, for the cache's report."""
 
     def observe(self, observation: Observation) -> None:
-        """Called in each full-attention layer of the target's prefill, chunk after chunk, if the scorer observes."""
+        """Read one layer in one forward of the target's prefill.
+
+        If the scorer observes, the cache calls this in every full-attention layer, chunk after chunk.
+        """
 
     def ready(self) -> bool:
         """Whether `finish` would return scores without waiting. Never blocks."""
         return False
 
     def wait(self) -> None:
-        """Return when `ready`, or when the request's timeout is over."""
+        """Wait until the run is `ready`, or until the request's timeout is over."""
 
     def finish(self, cache: WholeCache) -> Tensor:
-        """The scores: `[R, L, H, P]`, higher is kept.
+        """Return the scores. KV pairs with higher scores are kept.
 
-        R distinct rows, L every decoder layer (sliding-window layers' rows are ignored), P columns,
-        of which a row's padding is ignored.
+        Args:
+            cache: The prefilled cache, which is not pruned yet. If ``needs_cache`` is false, the prefill may not be
+                over, and the cache's states must not be read.
+
+        Returns: `[R, L, H, P]`: R distinct rows, L decoder layers (the scores of sliding-window layers are ignored), H
+            KV heads, and P columns (the scores of padding are ignored).
         """
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """Stop and free everything; the scores are not wanted any more."""
+        """Stop the work and free its memory. The scores are no longer wanted."""
 
 
 @runtime_checkable
 class OnLane(Protocol):
-    """A scorer whose proxy computes beside the target."""
+    """A scorer whose proxy computes on a lane, beside the target."""
 
     @property
     def shares_cpu(self) -> bool:
@@ -152,18 +168,24 @@ class OnLane(Protocol):
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Rates KV pairs. One scorer may serve many caches, one after another or at once."""
+    """Rates KV pairs. One scorer may serve many caches, one after another or at the same time."""
 
     name: str
+    """The scorer's name in results and messages."""
     observes: bool
-    """Whether runs want `ScorerRun.observe`. Such a run lives through a chunked prefill, where
-    others are cancelled and begun again once the whole prompt is known."""
+    """Whether the cache calls `ScorerRun.observe`. The run of an observing scorer lives through a chunked prefill.
+    Other runs are cancelled when another chunk comes, and begin again once the whole prompt is known."""
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Start scoring as the target's prefill starts; return at once.
+        """Start to score a prompt, before the target's prefill, and return at once.
+
+        Args:
+            request: The prompt and the target.
+
+        Returns: the run, from which the cache later gets the scores.
 
         Raises:
-            InvalidInputError: What can be refused before the prefill.
-            UnsupportedModelError: Likewise, a target that this scorer cannot rate.
+            InvalidInputError: The scorer cannot score this prompt.
+            UnsupportedModelError: The scorer cannot rate this target's KV pairs.
         """
         ...

@@ -1,8 +1,8 @@
-"""Expected attention (arXiv 2510.00636): what queries that are still to come will look at, if they are Gaussian.
+"""Expected attention (arXiv 2510.00636): the attention that future queries will give, if they follow a Gaussian.
 
 | the paper | here |
 |---|---|
-| mean and covariance of the queries before RoPE | `Moments` of the prompt's queries, un-rotated |
+| mean and covariance of the queries before RoPE | `Moments` of the prompt's queries, with the rotation undone |
 | R-bar, the mean of the next T rotations | `Rotary.mean_turn`, T = ``future_tokens`` |
 | z-hat, ``exp(mu'k / sqrt(d) + k' Sigma k / 2d)`` | `expected_weights`, before its softmax |
 | the contribution ``(a-hat + epsilon) |W_o v|`` | ``(weights + epsilon) * |v|``, as in the authors' own code |
@@ -23,22 +23,26 @@ from .base import Observation, ScorerRun, ScoringRequest, WholeCache
 from .moments import Moments
 from .observing import ObservingRun
 
-#: Tokens whose float32 copies are held at once.
+#: The number of tokens whose float32 copies are held at once.
 TOKEN_BLOCK = 4096
 
 
 class ExpectedAttentionScorer:
-    """Attention that a Gaussian of future queries is expected to give each KV pair, times its value's length.
+    """Scores a KV pair by the attention that future queries are expected to give it, times the norm of its value.
 
-    Mean and covariance are those of the prompt's queries, in each head, taken while the target prefills; nothing else
-    of the queries is kept. A cap of the logits (Gemma 2) is left out: the expectation would have no closed form.
+    Future queries are assumed to be Gaussian. Their mean and covariance in each head are those of the prompt's queries,
+    taken while the target prefills. Nothing else of the queries is kept. The cap of the logits (Gemma 2) is left out,
+    because with it the expectation has no closed form.
 
     Args:
-        future_tokens: T, positions after the prompt over which the rotation is averaged.
-        sink_tokens: First tokens of a row, whose states are outliers: left out of the statistics and of the
-            softmax, and kept before all others.
-        epsilon: Added to the weights, so that values count also where hardly any attention is expected; the default
-            is what the authors evaluate with.
+        future_tokens: T, the number of positions after the prompt over which the rotation is averaged.
+        sink_tokens: The number of first tokens of a row whose states are outliers. They are left out of the statistics
+            and of the softmax, and are kept before all other tokens.
+        epsilon: A constant added to the weights, so that the norm of a value also counts where almost no attention is
+            expected. The default is the one that the authors evaluate with.
+
+    Raises:
+        InvalidInputError: An argument is too small.
     """
 
     name = "expected_attention"
@@ -56,11 +60,12 @@ class ExpectedAttentionScorer:
         self._rotaries: WeakKeyDictionary[PreTrainedModel, Rotary] = WeakKeyDictionary()
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Start to take the queries' moments.
+        """Start to take the moments of the prompt's queries.
+
+        For a target that it has not seen before, the scorer first runs the target on one token, see `Rotary.of`.
 
         Raises:
-            UnsupportedModelError: The target's queries cannot be un-rotated, see `Rotary.of`, which runs the target on
-                one token the first time that it is met.
+            UnsupportedModelError: The rotation of the target's queries cannot be undone.
         """
         if request.target not in self._rotaries:
             self._rotaries[request.target] = Rotary.of(request.target)
@@ -68,9 +73,9 @@ class ExpectedAttentionScorer:
 
 
 class _ExpectedAttentionRun(ObservingRun[Moments]):
-    """What is folded are the queries' moments, `[Q, D]` and `[Q, D, D]`.
+    """Folds queries into their moments, a mean `[Q, D]` and a scatter `[Q, D, D]`.
 
-    Positions are counted in columns of the batch: all of a row's are shifted alike, and only distances matter.
+    Columns of the batch stand for positions. Padding shifts all positions of a row alike, and only distances matter.
     """
 
     def __init__(self, scorer: ExpectedAttentionScorer, rotary: Rotary, request: ScoringRequest) -> None:
@@ -100,7 +105,7 @@ class _ExpectedAttentionRun(ObservingRun[Moments]):
             own = pad + self.scorer.sink_tokens
             for layer in geometry.full_layers:
                 if (moments := self.folded(layer, batch_row)) is None or own >= prompt.columns:
-                    continue  # nothing but sinks
+                    continue  # the row has only sink tokens
                 keys, values = (part[0, :, self.scorer.sink_tokens :] for part in states[layer])
                 future = torch.arange(self.scorer.future_tokens, device=keys.device) + prompt.columns
                 turn = self.rotary.mean_turn(layer, future, keys.shape[2])
@@ -113,13 +118,15 @@ class _ExpectedAttentionRun(ObservingRun[Moments]):
 
 
 def expected_weights(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float | None) -> Tensor:
-    """Attention weights of an expected query, mean over the query heads of a group, `[H, n]`, float32.
+    """The expected attention weights of Gaussian queries, as the mean over the query heads of a group.
 
     Args:
         keys: `[H, n, D]`.
-        mean: `[Q, D]`, of the queries.
-        covariance: `[Q, D, D]`.
+        mean: `[Q, D]`, the mean of the queries.
+        covariance: `[Q, D, D]`, the covariance of the queries.
         scaling: Factor of the dot product; None for ``D ** -0.5``.
+
+    Returns: `[H, n]`, float32.
     """
     heads, tokens, size = keys.shape
     factor = size**-0.5 if scaling is None else scaling

@@ -1,4 +1,4 @@
-"""Scores given beforehand: the fake for tests, and a way in for scores from elsewhere."""
+"""Scores that are given beforehand: for tests, and for scores that were computed elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from .base import ScorerRun, ScoringRequest, WholeCache
 
 
 class FixedScorer:
-    """Returns ``scores`` `[R, L, H, N]` as they are; the cache checks them, not this class.
+    """Returns the scores that it was given. The cache checks them.
 
-    R are the prompt's distinct rows in order of appearance, L every decoder layer, N the columns of
-    the left-padded prompt.
+    Args:
+        scores: `[R, L, H, N]`: the prompt's R distinct rows in order of first appearance, all L decoder layers, H KV
+            heads, and the N columns of the left-padded prompt.
     """
 
     name = "fixed"
@@ -21,7 +22,7 @@ class FixedScorer:
         self.scores = scores
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Nothing to do before `finish`."""
+        """Return a run that returns the given scores."""
         return _FixedRun(self.scores)
 
 

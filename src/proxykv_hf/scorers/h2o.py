@@ -1,4 +1,4 @@
-"""H2O (arXiv 2306.14048): the heavy hitters of the prompt's own attention, and its most recent tokens."""
+"""H2O (arXiv 2306.14048): the tokens that get most of the prompt's own attention, and the most recent tokens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from .observing import ObservingRun
 
 
 class H2OScorer:
-    """Attention that each key receives, summed over all queries of the prompt, and recency, half and half.
+    """Keeps recent tokens and heavy hitters, half of each. A heavy hitter is a key that receives much attention.
 
-    The paper's cache of k tokens is k / 2 recent ones and the k / 2 heaviest. Scores are made before anybody knows k,
-    and serve several ratios, so they tell the order in which tokens come in: the latest, the heaviest, the second
-    latest, the second heaviest, and so on. Whatever k is, the best k are the last m tokens of the context and the m
-    heaviest, with m as large as fits (a token that is both takes one place).
+    The attention that a key receives is summed over all queries of the prompt. In the paper, a cache of k tokens holds
+    the k / 2 most recent tokens and the k / 2 heaviest. Scores are computed before k is known and serve several ratios,
+    so they rank the tokens: the latest, the heaviest, the second latest, the second heaviest, and so on. For any k, the
+    best k tokens are the last m tokens of the context and the m heaviest, with m as large as possible (a token that is
+    both counts once).
 
-    Being ranks, the scores are the same numbers in every head: each keeps as many tokens as the next one, as in the
-    paper, under either allocation. The sum is the paper's, and favours early tokens, which more queries see. The
-    paper evicts again with every token that is generated; here, as everywhere in this package, the prompt is cut once.
+    Because the scores are ranks, they are the same numbers in every head. Every head keeps the same number of tokens
+    under either allocation, as in the paper. The sum over queries is also the paper's; it favours early tokens, which
+    more queries see. The paper evicts again with every generated token. Here the prompt is pruned once, as everywhere
+    in this package.
 
     Args:
-        recent_share: Share of the budget that goes to recent tokens, 0 to 1.
+        recent_share: The share of the budget that goes to recent tokens, 0 to 1.
+
+    Raises:
+        InvalidInputError: ``recent_share`` is not from 0 to 1.
     """
 
     name = "h2o"
@@ -36,12 +41,12 @@ class H2OScorer:
         self.recent_share = recent_share
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Start to sum."""
+        """Start to sum the attention that each key receives."""
         return _H2ORun(self, request)
 
 
 class _H2ORun(ObservingRun[Tensor]):
-    """What is folded is the attention received, `[H, n]`."""
+    """Folds queries into the attention that each key has received, `[H, n]`."""
 
     def __init__(self, scorer: H2OScorer, request: ScoringRequest) -> None:
         super().__init__(request)
@@ -72,13 +77,15 @@ class _H2ORun(ObservingRun[Tensor]):
 
 
 def received_attention(query: Tensor, key: Tensor, scaling: float | None, softcap: float | None) -> Tensor:
-    """What each key receives from some queries together, mean over the query heads of a group, `[H, N]`, float32.
+    """The attention that each key receives: the sum over some queries, and the mean over the query heads of a group.
 
     Args:
-        query: `[Q, q, D]`, of the last q of N tokens.
+        query: `[Q, q, D]`, the queries of the last q of N tokens.
         key: `[H, N, D]`.
-        scaling: See `logits.scaled_logits`.
-        softcap: The same.
+        scaling: Factor of the dot product; None for ``D ** -0.5``.
+        softcap: Cap of the logits, or None.
+
+    Returns: `[H, N]`, float32.
     """
     heads, tokens, _ = key.shape
     received = query.new_zeros(heads, tokens, dtype=torch.float32)
@@ -88,11 +95,11 @@ def received_attention(query: Tensor, key: Tensor, scaling: float | None, softca
 
 
 def entry_order(received: Tensor, recent_share: float) -> Tensor:
-    """Minus the budget at which a token comes in, as one of the recent or of the heavy ones.
+    """Minus the smallest budget at which a token is kept, as a recent token or as a heavy one.
 
     Args:
-        received: `[H, n]`, attention of the tokens that compete.
-        recent_share: Share of any budget that is the recent ones'.
+        received: `[H, n]`, the attention that the tokens of the context receive.
+        recent_share: The share of every budget that goes to recent tokens.
 
     Returns: `[H, n]`, float32.
     """

@@ -1,7 +1,7 @@
-"""Each head's mean training score, blind to the text.
+"""Each head's mean training score, the same for every text.
 
-In the spirit of KVzip's context-independent mode (arXiv 2505.23416), which takes the largest score of each head and
-leaves a weak one sinks and recent tokens; here weak heads keep one token, as those of every other method may.
+This follows KVzip's context-independent mode (arXiv 2505.23416), which takes the largest score of each head, and keeps
+sink and recent tokens in a weak head. Here a weak head keeps at least one token, as with every other scorer.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from .base import ScorerRun, ScoringRequest, WholeCache
 
 
 class HeadPriorScorer:
-    """The same score for every token of a head; needs no pass at all.
+    """Gives every token of a head the same score. It needs no forward.
 
     Args:
-        prior: `[L, H]`, higher is kept; `HybridAxialMapper.head_prior` has one.
+        prior: `[L, H]`, the score of each head; heads with higher scores keep more. `HybridAxialMapper.head_prior`
+            returns one.
     """
 
     name = "head_prior"
@@ -26,10 +27,10 @@ class HeadPriorScorer:
         self.prior = prior
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Nothing to launch.
+        """Check the prior. There is no other work before `finish`.
 
         Raises:
-            GeometryError: The prior is of another target.
+            GeometryError: The prior is for another target.
         """
         expected = (request.geometry.num_layers, request.geometry.num_key_value_heads)
         if tuple(self.prior.shape) != expected:

@@ -1,8 +1,8 @@
-"""Scores read off the target's own hidden states by a line, as KVzap's linear model does (arXiv 2601.07891).
+"""Scores that linear heads compute from the target's own hidden states, like KVzap's linear model (arXiv 2601.07891).
 
-In each layer a trained linear head for every KV head takes what enters the attention module, and says the natural
-logarithm of the pair's KVzip score. There is no proxy and no second pass; what a token's own state does not tell,
-that something far away refers to it say, no such head can know.
+In each layer, a linear head is trained for every KV head. From the hidden state that enters the attention module, it
+predicts the natural logarithm of the KV pair's KVzip score. There is no proxy and no second pass. But such a head
+cannot know what a token's own state does not hold, for example that a distant token refers to it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class HiddenStateHeads:
-    """Trained linear heads, and what they were trained for.
+    """Trained linear heads, and the target that they were trained for.
 
     Args:
-        weights: `[L, H, hidden]`, float32; zero in sliding-window layers.
-        bias: `[L, H]`, the same.
-        geometry: The target's.
-        target_id: What the target is called on the Hub.
-        target_weights: Its `weights_fingerprint`.
-        score_recipe: How the teacher's scores were made.
-        training: How they were trained, for people.
+        weights: `[L, H, hidden]`, float32. Zero in sliding-window layers.
+        bias: `[L, H]`, float32. Zero in sliding-window layers.
+        geometry: The target's geometry.
+        target_id: The target's name on the Hub.
+        target_weights: The `weights_fingerprint` of the target.
+        score_recipe: The name of the recipe for the teacher's scores.
+        training: How the heads were trained, for people to read.
 
     Raises:
-        GeometryError: On construction: weights of other shapes than the geometry's.
+        GeometryError: The shapes of ``weights`` and ``bias`` do not fit the geometry. Raised on construction.
     """
 
     weights: Tensor
@@ -64,13 +64,24 @@ class HiddenStateHeads:
             )
 
     def predict(self, layer: int, hidden: Tensor) -> Tensor:
-        """Log scores `[..., H, n]`, float32, of hidden states `[..., n, hidden]` that enter a layer's attention."""
+        """Compute the log scores of one layer.
+
+        Args:
+            layer: The layer's index in the model.
+            hidden: `[..., n, hidden]`, the hidden states that enter the layer's attention module.
+
+        Returns: `[..., H, n]`, float32, natural logarithms.
+        """
         weights, bias = self.weights[layer].to(hidden.device), self.bias[layer].to(hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.float(), weights, bias).mT
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``model.safetensors`` and ``config.json`` into a folder, made where missing."""
+        """Write ``model.safetensors`` and ``config.json``.
+
+        Args:
+            folder: The folder. It is made if it is missing.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
@@ -88,11 +99,16 @@ class HiddenStateHeads:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> HiddenStateHeads:
-        """What `save_pretrained` wrote.
+        """Load the heads that `save_pretrained` wrote.
+
+        Args:
+            folder: The folder that was given to `save_pretrained`.
 
         Raises:
-            InvalidInputError: The folder holds no such heads.
-            GeometryError: Its weights are not of the geometry that its config names.
+            InvalidInputError: The folder holds no heads, or they are damaged.
+            GeometryError: The shapes of the weights do not fit the geometry in the config.
+
+        A `ProxyKVWarning` reports heads of a newer format.
         """
         folder = Path(folder)
         try:
@@ -118,10 +134,12 @@ class HiddenStateHeads:
 
 
 class HiddenStateScorer:
-    """Log KVzip scores, as linear heads see them in the states that the target computes anyway.
+    """Scores KV pairs by linear heads on the hidden states that the target computes anyway.
+
+    The scores are predicted logarithms of KVzip's scores.
 
     Args:
-        heads: Trained for the target, see `training.hidden_state`.
+        heads: Heads that were trained for the target, see `training.hidden_state`.
     """
 
     name = "hidden_state"
@@ -132,16 +150,17 @@ class HiddenStateScorer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, target: PreTrainedModel | None = None) -> HiddenStateScorer:
-        """The scorer of the heads in a folder.
+        """Load the heads that `save_pretrained` wrote, and make a scorer of them.
 
         Args:
-            folder: What `save_pretrained` wrote.
-            target: The model whose cache is to be pruned, where it is to be checked at once. Other weights of the
-                same geometry than those the heads were trained with are then a `ProxyKVWarning`.
+            folder: The folder that was given to `save_pretrained`.
+            target: The model whose cache is to be pruned. If it is given, the heads are checked against it at once, and
+                a `ProxyKVWarning` tells if it has other weights of the same geometry than the heads were trained with.
+                If it is None, the geometry is checked before a prefill.
 
         Raises:
-            InvalidInputError: The folder holds no heads.
-            GeometryError: They were trained for a target of another geometry.
+            InvalidInputError: The folder holds no heads, or they are damaged.
+            GeometryError: The heads were trained for a target of another geometry.
         """
         scorer = cls(HiddenStateHeads.from_pretrained(folder))
         if target is not None:
@@ -149,22 +168,26 @@ class HiddenStateScorer:
             if are_other_weights(target, scorer.heads.target_weights):
                 warnings.warn(
                     "the heads were trained with other weights of the target (another fine-tune or quantization of "
-                    f"the same geometry, or the same weights in another dtype than {target.dtype}): they keep a little "
-                    "less well",
+                    f"the same geometry, or the same weights in another dtype than {target.dtype}): they may score a "
+                    "little worse",
                     ProxyKVWarning,
                     stacklevel=2,
                 )
         return scorer
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the heads into a folder."""
+        """Write the heads' ``model.safetensors`` and ``config.json``.
+
+        Args:
+            folder: The folder. It is made if it is missing.
+        """
         self.heads.save_pretrained(folder)
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Start to read hidden states.
+        """Start to read the target's hidden states.
 
         Raises:
-            GeometryError: The heads were trained for another target.
+            GeometryError: The heads were trained for a target of another geometry.
         """
         check_heads(self.heads, request.target.config)
         return _HiddenStateRun(self.heads)
@@ -181,15 +204,15 @@ class _HiddenStateRun(ScorerRun):
         if hidden is None or hidden.shape[-1] != self.heads.weights.shape[-1]:
             got = "none" if hidden is None else hidden.shape[-1]
             raise GeometryError(
-                f"the heads read hidden states of {self.heads.weights.shape[-1]} channels, but what enters the "
-                f"attention of layer {observation.layer} has {got}"
+                f"expected hidden states of {self.heads.weights.shape[-1]} channels, which the heads read, but those "
+                f"that enter the attention of layer {observation.layer} have {got}: use heads trained for this target"
             )
         self.parts.setdefault(observation.layer, []).append(self.heads.predict(observation.layer, hidden.detach()))
 
     def finish(self, cache: WholeCache) -> Tensor:
         prompt, scores = cache.request.prompt, cache.request.blank_scores()
         rows = [cache.batch_row(row) for row in range(len(prompt.lengths))]
-        for layer, parts in self.parts.items():  # drafts, in assisted decoding, come after the prompt's columns
+        for layer, parts in self.parts.items():  # drafts of assisted decoding come after the prompt
             scores[:, layer] = torch.cat(parts, dim=2)[rows, :, : prompt.columns].to(scores.device)
         return scores
 
@@ -198,10 +221,10 @@ class _HiddenStateRun(ScorerRun):
 
 
 def check_heads(heads: HiddenStateHeads, config: PreTrainedConfig) -> None:
-    """Refuse heads that were trained for a target of another geometry, or another width.
+    """Refuse heads that were trained for a target of another geometry or hidden size.
 
     Raises:
-        GeometryError: Naming what differs.
+        GeometryError: The geometries or hidden sizes differ. The error names the differences.
     """
     widths = (heads.weights.shape[-1], config.get_text_config(decoder=True).hidden_size)
     trained = f"the heads were trained for {heads.target_id}, another target than this"

@@ -1,4 +1,4 @@
-"""KVzip (arXiv 2505.23416): the oracle, and the teacher of mappers. About as dear as a second prefill."""
+"""KVzip (arXiv 2505.23416): the oracle, and the teacher of mappers. It costs about as much as a second prefill."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from .base import ScorerRun, ScoringRequest, WholeCache
 
 
 class KVzipScorer:
-    """The target repeats its own context; see `reconstruction` for the recipe.
+    """Scores a KV pair by the attention that it gets while the target repeats its own context.
+
+    See `attention.reconstruction` for the recipe.
 
     Args:
-        tokenizer: The target's; by default the cache's.
-        chunk_tokens: Context tokens repeated in one forward.
-        sink_tokens: First tokens of the prompt that the scored attention sees besides the chunk.
-        prompts: The request to repeat, for the first chunk and for later ones, as in `reconstruction.PROMPTS`.
+        tokenizer: The target's tokenizer. By default the cache's tokenizer.
+        chunk_tokens: The number of context tokens that are repeated in one forward.
+        sink_tokens: The number of first tokens of the prompt that the scored attention sees besides the chunk.
+        prompts: The texts that ask the target to repeat the first chunk, and a later chunk.
+
+    Raises:
+        InvalidInputError: ``tokenizer`` is not a tokenizer, or a number is too small.
     """
 
     name = "kvzip"
@@ -43,15 +48,18 @@ class KVzipScorer:
         self.prompts = prompts
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Nothing but checks: the work needs the whole cache.
+        """Check the prompt. All other work needs the whole cache.
 
         Raises:
-            InvalidInputError: No tokenizer, a prompt of embeddings, or more positions needed than the
-                target has.
+            InvalidInputError: There is no tokenizer, the prompt came as embeddings, or the repetition needs more
+                positions than the target has.
         """
         tokenizer = self.tokenizer or request.tokenizer
         if tokenizer is None:
-            raise InvalidInputError("KVzip asks the target to repeat: give KVzipScorer(tokenizer) or the cache one")
+            raise InvalidInputError(
+                "expected a tokenizer, since KVzip asks the target to repeat its context, got none: give KVzipScorer "
+                "or the cache one"
+            )
         prompt = request.prompt
         for row, (start, stop) in enumerate(prompt.contexts):
             context_ids = prompt.row_ids(row)[start:stop]
@@ -59,8 +67,9 @@ class KVzipScorer:
             needed = prompt.next_positions[row] + longest
             if request.max_positions is not None and needed > request.max_positions:
                 raise InvalidInputError(
-                    f"KVzip repeats the context in {longest} tokens after the prompt and so needs {needed} positions, "
-                    f"but the target has {request.max_positions}: give a shorter prompt, or fewer chunk_tokens"
+                    f"KVzip repeats the context in up to {longest} tokens after the prompt and so needs {needed} "
+                    f"positions, but the target has {request.max_positions}: give a shorter prompt, or fewer "
+                    "chunk_tokens"
                 )
         return _KVzipRun(self, tokenizer)
 

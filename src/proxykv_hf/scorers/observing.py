@@ -1,4 +1,4 @@
-"""A run that makes something small, at once, of what it is shown of the prefill."""
+"""A run that turns what it is shown of the prefill into something small at once, and keeps only that."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ T = TypeVar("T")
 
 
 class ObservingRun(ScorerRun, Generic[T]):
-    """Cuts what it is shown to the rows' own tokens, so that `fold` sees neither padding nor drafts.
+    """Passes the rows' own tokens to `fold`, without padding and drafts.
 
-    Batch rows that are copies of one another are folded once, until a chunk tells them apart. Tokens that are cropped
-    again before the prompt is scored have been folded in.
+    Batch rows that are copies of each other are folded once, until a chunk makes them differ. Tokens that are cropped
+    before the prompt is scored stay folded in.
 
     Args:
-        request: What is to be scored, as `Scorer.begin` is given it.
+        request: The request that `Scorer.begin` was given.
     """
 
     def __init__(self, request: ScoringRequest) -> None:
         super().__init__()
-        self._first_columns = request.prompt.columns  # of the first forward; drafts, in assisted decoding, follow
-        self._folded: dict[tuple[int, int], T] = {}  # by layer and batch row, the first of its copies
-        self._firsts: dict[int, tuple[int, ...]] = {}  # by layer, `Observation.firsts` of its latest forward
+        self._first_columns = request.prompt.columns  # the prompt's in the first forward; drafts follow
+        self._folded: dict[tuple[int, int], T] = {}  # by layer, and by the first batch row of several copies
+        self._firsts: dict[int, tuple[int, ...]] = {}  # by layer, `Observation.firsts` of the last forward
 
     def observe(self, observation: Observation) -> None:
         layer, batch = observation.layer, len(observation.query)
@@ -32,7 +32,7 @@ class ObservingRun(ScorerRun, Generic[T]):
         pads, firsts = observation.pads or (0,) * batch, observation.firsts or tuple(range(batch))
         before = self._firsts.get(layer, firsts)
         self._firsts[layer] = firsts
-        # A row that was another's copy until now goes on from what both have in common.
+        # A row that was a copy of another row until now continues from what both have in common.
         common = {row: self._folded.get((layer, before[row])) for row in dict.fromkeys(firsts)}
         for row, folded in common.items():
             start = max(first, pads[row])
@@ -42,21 +42,24 @@ class ObservingRun(ScorerRun, Generic[T]):
                 self._folded[layer, row] = folded
 
     def folded(self, layer: int, row: int) -> T | None:
-        """What became of a batch row in a layer, if anything."""
+        """What `fold` returned last for a batch row in a layer; None if it was not called."""
         return self._folded.get((layer, self._firsts[layer][row]))
 
     def cancel(self) -> None:
         self._folded.clear()
 
     def fold(self, observation: Observation, row: int, pad: int, start: int, stop: int, before: T | None) -> T | None:
-        """Take in one row of the batch.
+        """Fold the new columns of one batch row into the result so far.
 
         Args:
-            observation: Of all rows.
-            row: Its number in the batch.
-            pad: Its first own column.
-            start: The first of its columns that are new.
-            stop: The column after the last of them.
-            before: What this returned of its columns until now. Other rows may share it: it is not to be changed.
+            observation: The observation of all batch rows.
+            row: The batch row.
+            pad: The row's first column after its padding.
+            start: The row's first new column.
+            stop: The column after the row's last new column.
+            before: What this method returned for the row's earlier columns; None for the first ones. Other rows may
+                share it, so it must not be changed.
+
+        Returns: the result for all columns of the row so far.
         """
         raise NotImplementedError

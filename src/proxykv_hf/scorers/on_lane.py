@@ -1,4 +1,4 @@
-"""A scorer that a small model serves on a lane, row after row, while the target prefills."""
+"""Scorers whose proxy runs on a lane, row after row, while the target prefills."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from .base import ScorerRun, ScoringRequest, WholeCache
 
 
 class LaneScorer:
-    """What scorers with a proxy share: the checks before the prefill, the launch, the wait.
+    """The common part of scorers with a proxy: the checks before the prefill, the launch, and the wait.
 
     Args:
         proxy: M_s, a decoder without language-model head.
-        tokenizer: The proxy's; the target's must give the same tokens, and stands in where None is given.
-        threads: CPU threads of the lane; None for as many as torch uses elsewhere.
+        tokenizer: The proxy's tokenizer. The target's tokenizer must give the same tokens. If None, the target's is
+            used.
+        threads: CPU threads that the proxy uses; None for as many as torch uses elsewhere.
     """
 
     name = "lane"
     observes = False
-    #: Whether the proxy repeats the context, at the positions after the prompt.
+    #: Whether the proxy repeats the context, which takes positions after the prompt.
     repeats = False
 
     def __init__(self, proxy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, threads: int | None) -> None:
@@ -39,17 +40,17 @@ class LaneScorer:
         self.lane = Lane(proxy.device, threads)
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Launch the proxy and return at once.
+        """Check the prompt, launch the proxy, and return at once.
 
         Raises:
-            InvalidInputError: A prompt of embeddings, one that takes more positions than the proxy has, or of
-                another tokenizer; no tokenizer where the proxy repeats the context.
+            InvalidInputError: The prompt came as embeddings, takes more positions than the proxy has, or has tokens of
+                another tokenizer. Or the proxy repeats the context, and there is no tokenizer.
         """
         prompt = request.prompt
         if self.repeats and self.tokenizer_for(request) is None:
             raise InvalidInputError(
-                "the proxy is asked to repeat the context, in words that a tokenizer has to read: give the cache "
-                "(or the scorer) one"
+                "expected a tokenizer, since the proxy is asked to repeat the context, got none: give the cache (or "
+                "the scorer) one"
             )
         rows = [prompt.row_ids(row) for row in range(len(prompt.lengths))]
         config = self.proxy.config.get_text_config(decoder=True)
@@ -58,16 +59,16 @@ class LaneScorer:
         if limit is not None and needed > limit:
             raise InvalidInputError(
                 f"expected at most {limit} tokens, the proxy's positions, got {needed}"
-                f"{', those with which it repeats the context included' if self.repeats else ''}: use a scorer "
-                "without a proxy"
+                f"{', including those that repeat the context' if self.repeats else ''}: give a shorter prompt, or use "
+                "a scorer without a proxy"
             )
         if self.tokenizer is not None and request.tokenizer is not None:
             check_same_tokens(torch.cat(rows), self.tokenizer, request.tokenizer)
         largest = max(int(row.max()) for row in rows)
         if largest >= config.vocab_size:
             raise InvalidInputError(
-                f"token {largest} is not in the proxy's vocabulary of {config.vocab_size}: target and proxy need the "
-                "same tokenizer"
+                f"token {largest} is not in the proxy's vocabulary of {config.vocab_size}: use a proxy with the "
+                "target's tokenizer"
             )
         return _LaneRun(self, request, rows)
 
@@ -77,11 +78,11 @@ class LaneScorer:
         return self.lane.threads is None and self.lane.device.type == "cpu"
 
     def tokenizer_for(self, request: ScoringRequest) -> PreTrainedTokenizerBase | None:
-        """The proxy's; the target's where none was given, as for a proxy that is the target's own first layers."""
+        """The proxy's tokenizer, or the target's if the scorer has none (a proxy of the target's own first layers)."""
         return self.tokenizer if self.tokenizer is not None else request.tokenizer
 
     def _positions(self, input_ids: Tensor, context: tuple[int, int], request: ScoringRequest) -> int:
-        """That one row takes."""
+        """The number of positions that one row takes."""
         tokenizer = self.tokenizer_for(request)
         if not self.repeats or tokenizer is None:
             return len(input_ids)
@@ -94,38 +95,40 @@ class LaneScorer:
         request: ScoringRequest,
         use: LaneUse,
     ) -> Tensor:
-        """Scores of one row, `[L, H, n]`, on the lane.
+        """Score one row. This runs on the lane.
 
         Args:
-            input_ids: `[n]`.
-            context: What may be evicted.
-            request: The whole request.
-            use: To be told of time and memory.
+            input_ids: `[n]`, the row's tokens.
+            context: The span ``(start, stop)`` of the row that may be evicted.
+            request: The request that the row belongs to.
+            use: Where to note time and memory.
+
+        Returns: the scores `[L, H, n]`.
         """
         raise NotImplementedError
 
 
 class LaneUse:
-    """Time and memory that scoring takes on a lane."""
+    """The time and memory that scoring takes on a lane."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self.bytes_peak = 0
         self.bytes_scores = 0
-        """Of all rows, held while each row is scored."""
+        """Bytes of all rows' scores, which are held while each row is scored."""
         self._device = device
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time of what is done inside, on the device too, to ``phase``."""
+        """Add the time spent inside to ``phase``, including the work on the device."""
         started = time.perf_counter()
         yield
-        if self._device.type == "cuda":  # holds up the lane's thread only
+        if self._device.type == "cuda":  # blocks only the lane's thread
             torch.cuda.current_stream(self._device).synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def holds(self, count: int) -> None:
-        """So many bytes of one row's features, KV and scores are held now."""
+        """Note that ``count`` bytes of one row's features, KV pairs and scores are held now."""
         self.bytes_peak = max(self.bytes_peak, self.bytes_scores + count)
 
 
@@ -137,7 +140,7 @@ class _LaneRun(ScorerRun):
         self.devices["proxy"] = str(scorer.proxy.device)
         self._scorer, self._request, self._rows = scorer, request, rows
         self._use = LaneUse(scorer.proxy.device)
-        self._patience = request.timeout  # seconds that may still be waited
+        self._patience = request.timeout  # seconds that are left to wait
         self._job: Job[Tensor] | None = self._launch() if request.at_once else None
 
     def _launch(self) -> Job[Tensor]:
@@ -171,13 +174,13 @@ class _LaneRun(ScorerRun):
             scores = self._result()
         except torch.OutOfMemoryError as error:
             crowded = str(error).splitlines()[0]
-            traceback.clear_frames(error.__traceback__)  # which hold what the failed run had made
+            traceback.clear_frames(error.__traceback__)  # they keep the failed run's tensors
         if crowded is not None:
             self._job = self._launch()  # the target's prefill is over, and its activations are gone
             scores = self._result()
             warnings.warn(
-                f"the proxy found no memory beside the target ({crowded}) and was run again after "
-                "the prefill: schedule='sequential' or 'proxy_first' says so beforehand",
+                f"the proxy found no memory beside the target ({crowded}) and was run again after the prefill: "
+                "schedule='sequential' or 'proxy_first' avoids the first run",
                 ProxyKVWarning,
                 stacklevel=2,
             )
@@ -199,10 +202,10 @@ class _LaneRun(ScorerRun):
 
 
 def check_same_tokens(ids: Tensor, ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
-    """Refuse a prompt whose tokens are others to the proxy (``ours``) than to the target (``theirs``).
+    """Refuse a prompt with tokens that differ between the proxy's tokenizer (``ours``) and the target's (``theirs``).
 
     Raises:
-        InvalidInputError: Naming a token.
+        InvalidInputError: There is such a token, which the error names.
     """
     if ours is theirs:
         return

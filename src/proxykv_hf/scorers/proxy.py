@@ -17,13 +17,14 @@ from .on_lane import LaneScorer, LaneUse
 
 
 class ProxyScorer(LaneScorer):
-    """Features of the proxy's pass, through the mapper, are the scores of the target's KV pairs.
+    """Scores the target's KV pairs by a small model: the mapper turns the features of the proxy's pass into scores.
 
     Args:
         proxy: M_s, a decoder without language-model head, cut to the layers that the mapper reads.
         mapper: Phi_theta, trained for this proxy and the target.
-        tokenizer: The proxy's; the target's must give the same tokens, and stands in where None is given.
-        threads: CPU threads of the lane; None for as many as torch uses elsewhere.
+        tokenizer: The proxy's tokenizer. The target's tokenizer must give the same tokens. If None, the target's is
+            used.
+        threads: CPU threads that the proxy uses; None for as many as torch uses elsewhere.
 
     Raises:
         GeometryError: The proxy is not the one that the mapper was trained for.
@@ -63,27 +64,31 @@ class ProxyScorer(LaneScorer):
         dtype: torch.dtype | None = None,
         threads: int | None = None,
     ) -> ProxyScorer:
-        """The scorer that a mapper describes: loads its proxy and checks that both fit the target.
+        """Load a mapper and its proxy, check that both fit the target, and make a scorer of them.
 
         Args:
-            mapper: A Hub id, a folder, or a mapper, which is copied if it would have to change.
+            mapper: A Hub id, a folder, or a loaded mapper. A loaded mapper is copied if its device, dtype or mode has
+                to change.
             target: The model whose cache is to be pruned.
-            proxy: A folder, an id or a model in place of the one that the mapper's config names. A model may be
-                whole or cut to the layers that the mapper reads, and is taken to have the target's tokenizer.
+            proxy: A folder, a Hub id or a loaded model, in place of the proxy that the mapper's config names. A loaded
+                model may be whole, or cut to the layers that the mapper reads. It must have the target's tokenizer.
             revision: The mapper's revision on the Hub.
-            device: Where a proxy that is loaded here computes; the target's device by default. A proxy that is a
-                model, or the target's own layers, stays where it is. The mapper goes where the proxy is.
-            dtype: The dtype of a proxy that is loaded here; the target's by default. The mapper computes in float32.
-            threads: CPU threads of the proxy's lane.
+            device: The device of a proxy that is loaded here. By default the target's device. A loaded proxy, and one
+                that is the target's own layers, stay where they are. The mapper moves to the proxy's device.
+            dtype: The dtype of a proxy that is loaded here. By default the target's dtype. The mapper always computes
+                in float32.
+            threads: CPU threads that the proxy uses; None for as many as torch uses elsewhere.
 
         Raises:
-            InvalidInputError: ``mapper`` holds no mapper, or one in another form than safetensors; torch cannot
-                compute on ``device``.
-            GeometryError: The mapper was made for another target or proxy.
-            UnsupportedModelError: The proxy is to be the first layers of a model whose weights are not plain.
+            InvalidInputError: ``mapper`` holds no mapper, or none in safetensors. Or torch cannot compute on
+                ``device``.
+            GeometryError: The mapper was trained for another target or proxy.
+            UnsupportedModelError: The proxy has to share the first layers of a model whose weights are not plain
+                tensors.
+            TypeError: ``target`` is not a loaded model.
 
-        A `ProxyKVWarning` tells of other weights of the same geometry than those that the mapper was trained with
-        (another quantization or dtype, say).
+        A `ProxyKVWarning` reports a target or proxy with other weights than those that the mapper was trained with, for
+        example in another quantization or dtype.
         """
         small, loaded, tokenizer = load_proxy(
             mapper, target=target, proxy=proxy, revision=revision, device=device, dtype=dtype
@@ -91,12 +96,12 @@ class ProxyScorer(LaneScorer):
         return cls(small, loaded, tokenizer=tokenizer, threads=threads)
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Launch the proxy and return at once.
+        """Check the prompt, launch the proxy, and return at once.
 
         Raises:
             GeometryError: The mapper was trained for another target.
-            InvalidInputError: A prompt of embeddings, longer than the proxy's positions, or of another
-                tokenizer; no tokenizer where the mapper reads ``reconstruction``.
+            InvalidInputError: The prompt came as embeddings, takes more positions than the proxy has, or has tokens of
+                another tokenizer. Or the mapper reads ``reconstruction``, and there is no tokenizer.
         """
         check_target(self.mapper, request.geometry)
         return super().begin(request)
@@ -108,7 +113,7 @@ class ProxyScorer(LaneScorer):
         request: ScoringRequest,
         use: LaneUse,
     ) -> Tensor:
-        """See `LaneScorer.score_row`."""
+        """Score one row, see `LaneScorer.score_row`."""
         with use.timed("proxy"):
             features = proxy_features(
                 self.proxy,

@@ -1,4 +1,4 @@
-"""Random scores: the floor that every scorer must beat."""
+"""Random scores, which every scorer must beat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from .base import ScorerRun, ScoringRequest, WholeCache
 
 
 class RandomScorer:
-    """Uniform in [0, 1), the same for the same tokens and seed, alone or in any batch."""
+    """Gives random scores, uniform in [0, 1). They depend only on the row's tokens and the seed, not on the batch.
+
+    Args:
+        seed: The seed of the random numbers.
+    """
 
     name = "random"
     observes = False
@@ -20,7 +24,7 @@ class RandomScorer:
         self.seed = seed
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Nothing to do before `finish`."""
+        """Return a run that draws the scores in `finish`."""
         return _RandomRun(self.seed)
 
 

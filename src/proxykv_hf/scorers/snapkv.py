@@ -1,4 +1,4 @@
-"""SnapKV (arXiv 2404.14469): the attention of the prompt's last queries, no second pass."""
+"""SnapKV (arXiv 2404.14469): the attention that the prompt's last queries give, without a second pass."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from .base import Observation, ScorerRun, ScoringRequest, WholeCache
 
 
 class SnapKVScorer:
-    """Mean attention from an observation window, smoothed over neighbours, averaged over the group.
+    """Scores a KV pair by its mean attention from the prompt's last queries, the observation window.
+
+    The attention is smoothed over neighbouring tokens and averaged over the query heads of the group.
 
     Args:
-        window_tokens: Last queries of the prompt that vote; their own tokens score highest, the last one most.
-        kernel_size: Tokens that the average pooling spans, odd.
+        window_tokens: The number of last queries of the prompt that form the window. The tokens of the window itself
+            get the highest scores, and the last token the highest of all.
+        kernel_size: The number of tokens that the average pooling spans. Odd.
+
+    Raises:
+        InvalidInputError: ``window_tokens`` is less than 1, or ``kernel_size`` is even or less than 1.
     """
 
     name = "snapkv"
@@ -46,13 +52,13 @@ class _SnapKVRun(ScorerRun):
         self.last: dict[int, Observation] = {}
 
     def observe(self, observation: Observation) -> None:
-        if self.drafts is None:  # tokens after the prompt, in assisted decoding
+        if self.drafts is None:  # drafts of assisted decoding come after the prompt
             self.drafts = max(0, observation.columns - self.first_columns)
         query = observation.query
         if observation.layer in self.last:
             query = torch.cat([self.last[observation.layer].query, query], dim=2)
         wanted = self.scorer.window_tokens + self.drafts
-        query = query[:, :, -wanted:].clone()  # the rest of the prompt's queries is let go
+        query = query[:, :, -wanted:].clone()  # a copy, so that the other queries are freed
         self.last[observation.layer] = observation.without_states(query)
 
     def finish(self, cache: WholeCache) -> Tensor:
@@ -77,16 +83,19 @@ class _SnapKVRun(ScorerRun):
 def window_scores(
     query: Tensor, keys: Tensor, kernel_size: int, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """One layer's scores of one row, `[H, n]`, float32: means of weights, so at most 1, and in the window 2 and more.
+    """The scores of one layer for one row.
 
-    The window's rise with the position: where not even all of it is kept, it is the latest tokens that are.
+    Before the window, scores are means of weights, so at most 1. In the window they are 2 and more, and rise with the
+    position: if the budget is smaller than the window, the latest tokens are kept.
 
     Args:
-        query: `[Q, w, D]`, of the last w tokens.
+        query: `[Q, w, D]`, the queries of the last w tokens.
         keys: `[H, n, D]`.
-        kernel_size: Of the average pooling over tokens.
-        scaling: See `logits.scaled_logits`.
-        softcap: The same.
+        kernel_size: The number of tokens that the average pooling spans.
+        scaling: Factor of the dot product; None for ``D ** -0.5``.
+        softcap: Cap of the logits, or None.
+
+    Returns: `[H, n]`, float32.
     """
     heads, tokens, _ = keys.shape
     window = query.shape[1]

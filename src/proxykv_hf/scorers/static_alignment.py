@@ -1,4 +1,4 @@
-"""KVzip+IAM: the proxy's own KVzip scores, carried layer to layer by a fixed map (arXiv 2507.11953)."""
+"""KVzip+IAM (arXiv 2507.11953): the proxy's own KVzip scores, carried over to the target's layers by a fixed map."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from .on_lane import LaneScorer, LaneUse
 
 
 class StaticAlignmentScorer(LaneScorer):
-    """What a trained mapper has to beat: no training, and nothing that depends on the text but the proxy.
+    """Scores the target's KV pairs by the proxy's own KVzip scores. A trained mapper has to beat this scorer.
+
+    Fixed maps of layers and heads carry the scores over to the target. Nothing is trained.
 
     Args:
         proxy: The whole proxy, a decoder without language-model head.
-        tokenizer: The proxy's.
-        layer_map: For each of the target's layers the proxy's, for full-attention layers one of full attention; by
-            default in proportion to depth, see `proportional_layers`.
-        threads: CPU threads of the lane.
+        tokenizer: The proxy's tokenizer. The target's tokenizer must give the same tokens.
+        layer_map: For each layer of the target, the index of the proxy's layer that scores it. A full-attention layer
+            needs a full-attention layer of the proxy. By default layers correspond in proportion to their depth.
+        threads: CPU threads that the proxy uses; None for as many as torch uses elsewhere.
     """
 
     name = "static_alignment"
@@ -43,11 +45,11 @@ class StaticAlignmentScorer(LaneScorer):
         self.layer_map = layer_map
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Launch the proxy and return at once.
+        """Check the prompt and the layer map, launch the proxy, and return at once.
 
         Raises:
-            InvalidInputError: A prompt of embeddings, longer than the proxy's positions, or of another tokenizer; a
-                layer map that does not suit proxy and target.
+            InvalidInputError: The prompt came as embeddings, takes more positions than the proxy has, or has tokens of
+                another tokenizer. Or the layer map does not fit proxy and target.
         """
         check_layers(self._layers(request.geometry), ModelGeometry.from_config(self.proxy.config), request.geometry)
         return super().begin(request)
@@ -64,7 +66,7 @@ class StaticAlignmentScorer(LaneScorer):
         request: ScoringRequest,
         use: LaneUse,
     ) -> Tensor:
-        """See `LaneScorer.score_row`."""
+        """Score one row, see `LaneScorer.score_row`."""
         assert self.tokenizer is not None
         with use.timed("proxy"):
             cache = DynamicCache(config=self.proxy.config)
@@ -78,9 +80,9 @@ class StaticAlignmentScorer(LaneScorer):
 
 
 def proportional_layers(proxy: ModelGeometry, target: ModelGeometry) -> list[int]:
-    """For each of the target's layers the proxy's, in proportion to the depth among the full-attention layers of each.
+    """For each layer of the target, a layer of the proxy at the same relative depth among the full-attention layers.
 
-    What stands for a sliding-window layer of the target is of no account.
+    The scores of the target's sliding-window layers are ignored, so these layers may get any layer.
     """
     last = max(1, len(target.full_layers) - 1)
     layers = [proxy.full_layers[0]] * target.num_layers
@@ -90,15 +92,15 @@ def proportional_layers(proxy: ModelGeometry, target: ModelGeometry) -> list[int
 
 
 def check_layers(layer_map: Sequence[int], proxy: ModelGeometry, target: ModelGeometry) -> None:
-    """Refuse a map that does not give every full-attention layer of the target one of the proxy's.
+    """Refuse a map that does not give a full-attention layer of the proxy to every full-attention layer of the target.
 
     Raises:
-        InvalidInputError: A map of another length, or to layers that the proxy does not have, or does not score.
+        InvalidInputError: The map has another length, or names layers that the proxy does not have or does not score.
     """
     if len(layer_map) != target.num_layers or not all(0 <= layer < proxy.num_layers for layer in layer_map):
         raise InvalidInputError(
             f"layer_map: expected {target.num_layers} of the proxy's layers, 0 to {proxy.num_layers - 1}, got "
-            f"{list(layer_map)}"
+            f"{list(layer_map)}: give one for each layer of the target"
         )
     sliding = {layer_map[layer] for layer in target.full_layers} - set(proxy.full_layers)
     if sliding:
@@ -109,7 +111,13 @@ def check_layers(layer_map: Sequence[int], proxy: ModelGeometry, target: ModelGe
 
 
 def align(scores: Tensor, target: ModelGeometry, layer_map: Sequence[int]) -> Tensor:
-    """The proxy's scores `[L_s, H_s, n]` to the target's `[L, H, n]`: layers by the map, heads in proportion."""
+    """Carry the proxy's scores `[L_s, H_s, n]` over to the target, `[L, H, n]`: layers by the map, heads in proportion.
+
+    Args:
+        scores: `[L_s, H_s, n]`, the scores of the proxy's layers and KV heads.
+        target: The target's geometry.
+        layer_map: L layers of the proxy, one for each layer of the target.
+    """
     heads = scores.shape[1]
     head_map = [head * heads // target.num_key_value_heads for head in range(target.num_key_value_heads)]
     return scores[torch.tensor(layer_map)][:, torch.tensor(head_map)]

@@ -1,4 +1,4 @@
-"""StreamingLLM (arXiv 2309.17453): attention sinks and the most recent tokens, whatever the text says."""
+"""StreamingLLM (arXiv 2309.17453): attention sinks and the most recent tokens, for every text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from .base import ScorerRun, ScoringRequest, WholeCache
 
 
 class StreamingLLMScorer:
-    """Minus the distance from the end of the row, and infinity for its first tokens; no model is asked.
+    """Scores a token by its position: minus the distance to the row's end, and infinity for the row's first tokens.
+
+    It needs no forward.
 
     Args:
-        sink_tokens: First tokens of a row that are kept before all others.
+        sink_tokens: The number of first tokens of a row that are kept before all others.
+
+    Raises:
+        InvalidInputError: ``sink_tokens`` is less than 0.
     """
 
     name = "streaming_llm"
@@ -27,7 +32,7 @@ class StreamingLLMScorer:
         self.sink_tokens = sink_tokens
 
     def begin(self, request: ScoringRequest) -> ScorerRun:
-        """Nothing to launch."""
+        """Return a run that computes the scores in `finish`."""
         return _StreamingLLMRun(self.sink_tokens)
 
 
