@@ -1,8 +1,8 @@
-"""The slow, plain reference: a model that saw everything, with evicted KV pairs masked by hand.
+"""The slow, plain reference: a model without a cache, whose evicted KV pairs are masked by hand.
 
-One forward over all tokens of one row, no cache at all. Queries after the prompt do not see what was
-evicted, per layer and head; the prompt's own queries see everything before them. Positions are true.
-Shares no code with the package.
+It runs one forward over all tokens of one row. Queries after the prompt do not see the KV pairs that were evicted in
+their layer and head. The prompt's own queries see everything before them. Positions are true. The reference shares no
+code with the package.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ NAME = "masked_reference"
 
 @dataclasses.dataclass
 class ReferenceRow:
-    """What one row of a cache stands for.
+    """The tokens of one row of a cache, and which KV pairs are kept.
 
     Args:
-        prompt: Token ids of the prefill.
-        keep: `[L, H, len(prompt)]`, bool; None while whole.
-        tail: Token ids after it.
-        early: How many of the tail came before the prune, and saw everything.
+        prompt: The token ids of the prefill.
+        keep: `[L, H, len(prompt)]`, bool; None while everything is kept.
+        tail: The token ids after the prompt.
+        early: How many tokens of the tail came before the prune, and so see everything.
     """
 
     prompt: list[int]
@@ -38,7 +38,7 @@ class ReferenceRow:
 
 
 class Reference:
-    """Logits of a model whose cache was pruned, the slow way."""
+    """Computes the logits of a model whose cache was pruned, the slow way."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         AttentionInterface.register(NAME, self._dispatch)
@@ -51,6 +51,8 @@ class Reference:
     @staticmethod
     def _dispatch(module, query, key, value, attention_mask, scaling=None, softcap=None, **kwargs):
         window = kwargs.get("sliding_window")
+        if window is not None and window >= module.config.max_position_embeddings:
+            window = None
         visible = module.config._reference_visible
         total = query.shape[2]
         past = torch.arange(total)[:, None] - torch.arange(total)[None, :]
@@ -87,7 +89,15 @@ def slow_selection(
     context: tuple[int, int] | None = None,
     protected: set[int] = frozenset(),
 ) -> Tensor:
-    """`[L, H, N]` bool from `[L, H, N]`, by sorting Python lists."""
+    """The kept mask `[L, H, N]`, bool, for scores `[L, H, N]`, by sorting Python lists.
+
+    Args:
+        scores: `[L, H, N]`.
+        ratio: The retention ratio.
+        allocation: ``"global"`` or ``"uniform"``.
+        context: The span that may be evicted. By default everything.
+        protected: Positions in the context that are kept in any case.
+    """
     layers, heads, tokens = scores.shape
     start, stop = context or (0, tokens)
     keep = torch.ones(layers, heads, tokens, dtype=torch.bool)

@@ -37,21 +37,34 @@ class ModelGeometry:
     sliding_windows: tuple[int | None, ...]
 
     @classmethod
-    def from_config(cls, config: PreTrainedConfig) -> ModelGeometry:
+    def from_config(cls, config: PreTrainedConfig, *, may_be_bounded: bool = False) -> ModelGeometry:
         """Read the geometry from a model's config.
+
+        A sliding window that is not smaller than the model's positions is full attention (Phi-3.5-mini, Phi-4-mini).
+
+        Args:
+            config: The model's.
+            may_be_bounded: Whether a model is accepted whose layers all have sliding windows, so that its cache is
+                bounded and nothing of it is pruned.
 
         Raises:
             UnsupportedModelError: The model is an encoder-decoder, its cache is not plain K and V (recurrent,
                 convolutional, compressed), or it has no full-attention layer.
         """
         try:
-            return cls._read(config)
+            geometry = cls._read(config)
         except UnsupportedModelError:
             raise
         except (AttributeError, RuntimeError) as error:  # transformers raises these if heads differ by layer
             raise UnsupportedModelError(
                 f"expected one number of heads and one head size for all layers of {type(config).__name__}: {error}"
             ) from error
+        if not geometry.full_layers and not may_be_bounded:
+            raise UnsupportedModelError(
+                f"expected at least one full-attention layer, got {type(config).__name__} with sliding windows only: "
+                "its cache is bounded already and there is nothing to prune"
+            )
+        return geometry
 
     @classmethod
     def _read(cls, config: PreTrainedConfig) -> ModelGeometry:
@@ -68,11 +81,12 @@ class ModelGeometry:
                 f"expected a model with attention heads, got {name}: it has no KV pairs to prune"
             )
         windows: list[int | None] = []
+        limit = max_positions(config)
         for index, layer in enumerate(DynamicCache(config=decoder).layers):
             if type(layer) is DynamicLayer:
                 windows.append(None)
             elif type(layer) is DynamicSlidingWindowLayer:
-                windows.append(layer.sliding_window)
+                windows.append(None if limit is not None and layer.sliding_window >= limit else layer.sliding_window)
             else:
                 raise UnsupportedModelError(
                     f"expected full or sliding-window attention in every layer, got "
@@ -80,11 +94,6 @@ class ModelGeometry:
                 )
         if not windows:  # transformers cannot tell the layers from this config
             windows = [None] * decoder.num_hidden_layers
-        if all(window is not None for window in windows):
-            raise UnsupportedModelError(
-                f"expected at least one full-attention layer, got {name} with sliding windows only: "
-                "its cache is bounded already and there is nothing to prune"
-            )
         return cls(
             num_layers=len(windows),
             num_key_value_heads=getattr(decoder, "num_key_value_heads", None) or heads,

@@ -22,7 +22,7 @@ from proxykv_hf.cache.storage import RaggedStorage
 
 
 def plain_attention(query, key, value, see, scaling, softcap):
-    """One query head of one row at a time, in float64; ``see`` `[q, N]`."""
+    """The attention of one query head of one row, in float64. ``see`` `[q, N]` is the mask."""
     logits = query.double() @ key.double().T * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -30,7 +30,7 @@ def plain_attention(query, key, value, see, scaling, softcap):
 
 
 def plain_varlen(query, key, value, cu_q, cu_k, max_q, max_k, scale):
-    """What flash kernels compute over packed sequences, one after another."""
+    """What the flash kernels compute over packed sequences, one sequence after another."""
     output = query.new_empty(len(query), 1, value.shape[-1])
     lse = torch.empty(1, len(query))
     starts = zip(cu_q.tolist()[:-1], cu_q.tolist()[1:], cu_k.tolist()[:-1], cu_k.tolist()[1:], strict=True)
@@ -97,7 +97,7 @@ def policy():
     return RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 
 
-def test_the_attention_is_lent_once_and_returned_by_the_last():
+def test_the_attention_is_replaced_once_and_restored_by_the_last_cache():
     model = tiny_model()
     before = model.config._attn_implementation
     first = ProxyPrunedCache(model, None, policy())
@@ -115,7 +115,7 @@ def test_the_attention_is_lent_once_and_returned_by_the_last():
     assert not model._forward_pre_hooks
 
 
-def test_what_a_user_set_meanwhile_is_not_undone():
+def test_an_attention_that_a_user_set_meanwhile_is_not_undone():
     model = tiny_model()
     with Lease(model):
         model.set_attn_implementation("eager")
@@ -138,7 +138,7 @@ def test_models_built_from_one_config_do_not_disturb_each_other():
     assert first.config._attn_implementation == "sdpa"
 
 
-def test_other_forwards_on_the_model_are_as_before():
+def test_other_forwards_on_the_model_do_not_change():
     model = tiny_model()
     ids = random_ids(2, 20)
     before = model(input_ids=ids).logits
@@ -147,16 +147,66 @@ def test_other_forwards_on_the_model_are_as_before():
         assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_setting_the_attention_while_a_ragged_cache_is_open_is_an_error_not_a_wrong_answer():
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+@pytest.mark.parametrize("by", ["set_attn_implementation", "config"])
+def test_the_next_forward_follows_an_attention_implementation_that_was_set(by, allocation):
+    def change(model, name):
+        if by == "config":
+            model.config._attn_implementation = name
+        else:
+            model.set_attn_implementation(name)
+
+    ids, new = random_ids(1, 30), random_ids(1, 2)
+    logits = {}
+    for start, names in {"sdpa": ["eager", "sdpa"], "eager": ["sdpa", "eager"]}.items():
+        model = tiny_model(attention=start)
+        scorer = FixedScorer(random_scores(model, 1, 30))
+        with ProxyPrunedCache(
+            model, scorer, RetentionPolicy(0.3, allocation=allocation, sink_tokens=0, recent_tokens=0)
+        ) as cache:
+            cache.prefill(ids)
+            found = [call_forward(model, input_ids=new, cache=cache).logits]
+            for name in names:
+                change(model, name)
+                found.append(call_forward(model, input_ids=new, cache=cache).logits)
+                assert model.config._attn_implementation == f"proxykv_{name}"
+            assert cache.report().fallback is None
+        assert model.config._attn_implementation == names[-1]
+        logits[start] = found
+    for ours, theirs in zip(logits["sdpa"], logits["eager"], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_an_attention_implementation_that_cannot_be_followed_is_refused_before_the_forward():
     model = tiny_model()
     with ProxyPrunedCache(model, FixedScorer(random_scores(model, 1, 30)), policy()) as cache:
         cache.prefill(random_ids(1, 30))
-        model.set_attn_implementation("eager")
-        with pytest.raises(UnsupportedModelError, match="set while a cache was open"):
+        model.config._attn_implementation = "flex_attention"
+        with pytest.raises(UnsupportedModelError, match="got flex_attention: load the model with one of these"):
             call_forward(model, input_ids=random_ids(1, 2), cache=cache)
+        model.config._attn_implementation = "sdpa"
+        call_forward(model, input_ids=random_ids(1, 2), cache=cache)
+        assert cache.get_seq_length() == 32
 
 
-def test_a_model_that_goes_round_the_interface_is_refused_in_its_prefill(monkeypatch):
+def test_a_config_that_two_models_share_is_followed_by_both():
+    from transformers import LlamaForCausalLM
+
+    first = tiny_model()
+    second = LlamaForCausalLM(first.config).eval()
+    ids, new = random_ids(1, 30), random_ids(1, 2)
+    one, two = (ProxyPrunedCache(each, FixedScorer(random_scores(each, 1, 30)), policy()) for each in (first, second))
+    for cache in (one, two):
+        cache.prefill(ids)
+    first.config._attn_implementation = "eager"
+    call_forward(first, input_ids=new, cache=one)
+    one.close()
+    call_forward(second, input_ids=new, cache=two)
+    two.close()
+    assert first.config._attn_implementation == "eager"
+
+
+def test_a_model_that_bypasses_the_interface_is_refused_in_its_prefill(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     model = tiny_model()
@@ -177,7 +227,7 @@ def test_a_model_that_goes_round_the_interface_is_refused_in_its_prefill(monkeyp
         cache.prefill(random_ids(1, 30))
 
 
-def test_an_attention_implementation_we_cannot_serve_is_refused_before_anything_is_changed():
+def test_an_unsupported_attention_is_refused_before_anything_is_changed():
     model = tiny_model()
     model.config._attn_implementation_internal = "flex_attention"
     with pytest.raises(UnsupportedModelError, match="got flex_attention"):
@@ -196,7 +246,7 @@ def test_an_attention_implementation_we_cannot_serve_is_refused_before_anything_
         lambda model: model.model.layers[1].compile() or model,
     ],
 )
-def test_a_model_under_torch_compile_is_refused_by_that_name(compiled):
+def test_a_model_under_torch_compile_is_refused(compiled):
     model = tiny_model()
     with pytest.raises(UnsupportedModelError, match=r"ForCausalLM under torch\.compile|OptimizedModule under torch\.c"):
         ProxyPrunedCache(compiled(model), RandomScorer(), RetentionPolicy(0.5))
@@ -251,7 +301,7 @@ def test_threads_with_caches_of_their_own_do_not_disturb_each_other():
 
 
 def test_memory_of_many_queries_is_bounded(monkeypatch):
-    """A long follow-up's logits over its own tokens are split like those over the kept block."""
+    """In a long follow-up turn, the logits over its own tokens are split like those over the kept block."""
     largest, logits = [], ragged.logits
 
     def watched(*args):
@@ -274,7 +324,7 @@ def test_memory_of_many_queries_is_bounded(monkeypatch):
 
 @pytest.mark.parametrize(("ratio", "allocation"), [(1.0, "global"), (0.3, "global"), (0.3, "uniform")])
 def test_a_flash_back_end_is_shown_its_own_name(monkeypatch, ratio, allocation):
-    """As transformers' looks for its kernel by the name in the module's config; here sdpa stands in for it."""
+    """transformers' flash back end finds its kernel by the name in the module's config. Here sdpa replaces it."""
     name, called = "flash_attention_2", []
 
     def flash(module, query, key, value, attention_mask, **kwargs):
@@ -294,7 +344,7 @@ def test_a_flash_back_end_is_shown_its_own_name(monkeypatch, ratio, allocation):
         assert torch.equal(model.generate(ids, **options, **{cache_keyword(model): cache}), expected)
         assert called[:3] == [0, 1, 2]
         del called[:]
-        model.generate(ids, **options)  # and without the cache, while it is open
+        model.generate(ids, **options)  # without the cache, while it is open
         assert len(called) == 5 * 3
     assert model.config._attn_implementation == name
 

@@ -1,4 +1,4 @@
-"""Bad input: a clear error before any work, or an uncompressed cache and one warning; nothing is lost."""
+"""Bad input gives a clear error before any work, or an uncompressed cache and one warning."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from proxykv_hf import (
     UnsupportedModelError,
     errors,
     prune_dynamic_cache,
+    with_proxykv,
 )
 from proxykv_hf._compat import cache_keyword, call_forward
 
@@ -53,7 +54,7 @@ def model():
 
 @pytest.fixture
 def calls(model):
-    """How often the model ran."""
+    """A list to which every forward of the model adds an entry."""
     count = []
     handle = model.model.layers[0].register_forward_pre_hook(lambda *_: count.append(None))
     yield count
@@ -99,7 +100,7 @@ def test_a_context_outside_a_prompt_of_stock_generate_is_an_error_too(model):
         (torch.ones(1, 5, dtype=torch.long), torch.tensor([[1, 0, 1, 1, 1]]), "row 0 of attention_mask has a hole"),
     ],
 )
-def test_prompts_that_are_none(model, calls, ids, mask, message):
+def test_an_invalid_prompt_is_refused_before_any_work(model, calls, ids, mask, message):
     with (
         ProxyPrunedCache(model, RandomScorer(), policy()) as cache,
         pytest.raises(InvalidInputError, match=message),
@@ -108,7 +109,7 @@ def test_prompts_that_are_none(model, calls, ids, mask, message):
     assert not calls
 
 
-def test_a_shorter_prompt_over_a_filled_cache_is_told_what_the_cache_has_seen(model):
+def test_an_empty_input_over_a_filled_cache_says_what_the_cache_has_seen(model):
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
         cache.prefill(random_ids(1, TOKENS))
         with pytest.raises(InvalidInputError, match=rf"got none beyond the {TOKENS} that the cache has seen"):
@@ -122,7 +123,7 @@ def test_right_padding_in_a_bare_forward_is_refused_before_any_work(model, calls
             call_forward(model, input_ids=ids.flip(1), attention_mask=mask.flip(1), cache=cache)
         assert not calls
         call_forward(model, input_ids=ids, attention_mask=mask, cache=cache)
-        # Taken for the next chunk: the message names the way out, and the cache is still good.
+        # The follow-up is taken for the next chunk. The message says what to do, and the cache is still usable.
         follow_up = torch.tensor([[0, 1, 1], [1, 1, 1]])
         grown = {"input_ids": random_ids(2, 3), "attention_mask": torch.cat([mask, follow_up], 1)}
         with pytest.raises(InvalidInputError, match=r"call report\(\)"):
@@ -184,7 +185,7 @@ def test_an_error_while_pruning_never_leaves_a_half_pruned_cache(model, monkeypa
         assert cache.report().kept_tokens != [[[TOKENS] * 2] * 3]
 
 
-def test_kvzip_is_refused_where_its_repetition_finds_no_positions(model, calls):
+def test_kvzip_is_refused_if_its_repetition_needs_more_positions_than_there_are(model, calls):
     from tiny import tiny_tokenizer
 
     ids = random_ids(1, 2500)
@@ -199,7 +200,7 @@ def test_kvzip_is_refused_where_its_repetition_finds_no_positions(model, calls):
         cache.prefill(ids)
 
 
-def test_what_is_no_tensor_no_scorer_no_tokenizer_is_named(model):
+def test_an_argument_of_a_wrong_type_is_refused_and_named(model):
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
         for wrong in ([[1, 2, 3]], {"input_ids": random_ids(1, 3)}, "text"):
             with pytest.raises(InvalidInputError, match=f"got a {type(wrong).__name__}"):
@@ -210,7 +211,7 @@ def test_what_is_no_tensor_no_scorer_no_tokenizer_is_named(model):
         KVzipScorer("gpt2")
 
 
-def test_a_cache_is_not_pickled(model):
+def test_a_cache_cannot_be_pickled(model):
     import pickle
 
     with (
@@ -271,7 +272,7 @@ def test_cropping_a_sliding_window_that_did_not_record_is_refused_and_changes_no
         assert [layer.get_seq_length() for layer in cache.layers] == [TOKENS + 3] * 3
 
 
-def test_crops_of_sliding_windows_within_what_was_recorded_and_no_further():
+def test_a_sliding_window_can_be_cropped_only_within_what_was_recorded():
     model = tiny_model("gemma3")
     ids, new = random_ids(1, TOKENS), random_ids(1, 4, seed=1)
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
@@ -283,7 +284,7 @@ def test_crops_of_sliding_windows_within_what_was_recorded_and_no_further():
         call_forward(model, input_ids=new, cache=cache)
         cache.crop(-2)
         with pytest.raises(CacheStateError, match="holds a sliding window of 16"):
-            cache.crop(-2)  # the first crop let go of what this one needs
+            cache.crop(-2)  # the first crop dropped what this one needs
         cache.reset()
         cache.prefill(ids)
         cache.activate_past_recording()
@@ -301,7 +302,7 @@ def test_cropping_the_whole_prompt_is_refused(model):
         assert cache.report().seen_tokens == [TOKENS - 4]
 
 
-def test_a_whole_cache_can_be_cropped_into_its_prompt_and_pruned_then(model):
+def test_a_whole_cache_can_be_cropped_into_its_prompt_and_then_pruned(model):
     ids = random_ids(1, TOKENS)
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
         scores = cache.prefill(ids, prune=False)["random"]
@@ -311,7 +312,7 @@ def test_a_whole_cache_can_be_cropped_into_its_prompt_and_pruned_then(model):
             assert sum(map(sum, pruned.report().kept_tokens[0])) == round(0.3 * 6 * (TOKENS - 10))
 
 
-def test_a_cache_belongs_to_its_model(model):
+def test_a_cache_works_only_with_its_own_model(model):
     other = tiny_model()
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
         with pytest.raises(CacheStateError, match="cache's own target"):
@@ -356,7 +357,7 @@ def test_a_forward_in_another_thread_is_not_disturbed(model):
     cache.close()
 
 
-def test_a_forward_that_died_with_its_thread_has_spoiled_the_cache(model):
+def test_a_forward_that_died_with_its_thread_spoils_the_cache(model):
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
 
         def die(*_):
@@ -375,7 +376,7 @@ def test_a_forward_that_died_with_its_thread_has_spoiled_the_cache(model):
             cache.report()
 
 
-def test_a_closed_cache_says_so(model):
+def test_a_closed_cache_refuses_every_call(model):
     cache = ProxyPrunedCache(model, RandomScorer(), policy())
     cache.prefill(random_ids(1, TOKENS))
     cache.close()
@@ -394,7 +395,7 @@ def test_a_closed_cache_says_so(model):
             use()
 
 
-def test_prefill_wants_an_empty_cache_and_compress_a_whole_one(model):
+def test_prefill_needs_an_empty_cache_and_compress_a_whole_one(model):
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
         with pytest.raises(CacheStateError, match="expected a whole cache"):
             cache.compress(torch.rand(1, 3, 2, TOKENS), policy())
@@ -415,7 +416,7 @@ def test_scorers_are_compared_over_a_whole_cache_only(model):
         cache.prefill(random_ids(1, TOKENS), scorers={"random": RandomScorer()})
 
 
-def test_no_scorer_no_prefill(model, calls):
+def test_a_cache_without_a_scorer_cannot_prefill(model, calls):
     with (
         ProxyPrunedCache(model, None, policy()) as cache,
         pytest.raises(CacheStateError, match="was given no scorer"),
@@ -424,7 +425,7 @@ def test_no_scorer_no_prefill(model, calls):
     assert not calls
 
 
-def test_a_policy_and_a_scorer_are_what_they_should_be(model):
+def test_a_wrong_policy_scorer_or_timeout_is_refused(model):
     with pytest.raises(InvalidPolicyError, match=r"RetentionPolicy\(retention_ratio=0.3\)"):
         ProxyPrunedCache(model, RandomScorer(), 0.3)
     with pytest.raises(TypeError, match=r"KVzipScorer\(tokenizer\)"):
@@ -444,7 +445,7 @@ def test_kvzip_without_a_tokenizer_is_refused_before_any_work(model, calls):
     assert not calls
 
 
-def test_embeddings_suit_scorers_that_need_no_ids(model):
+def test_embeddings_work_with_scorers_that_need_no_ids(model):
     from tiny import tiny_tokenizer
 
     embeddings = model.get_input_embeddings()(random_ids(1, TOKENS))
@@ -498,7 +499,7 @@ def bad_scorers(model):
 
 
 @pytest.mark.parametrize("case", range(7))
-def test_failed_scoring_is_uncompressed_with_one_warning_or_an_error_when_strict(model, case):
+def test_failed_scoring_leaves_the_cache_uncompressed_with_one_warning_or_raises_if_strict(model, case):
     scorer, message = bad_scorers(model)[case]
     ids = random_ids(1, TOKENS)
     arguments = {"max_new_tokens": 6, "do_sample": False}
@@ -521,7 +522,7 @@ def test_failed_scoring_is_uncompressed_with_one_warning_or_an_error_when_strict
         cache.prefill(ids, prune=False)
 
 
-def test_nan_where_nobody_looks_is_no_fault():
+def test_nan_in_padding_and_sliding_windows_is_ignored():
     model = tiny_model("gemma3")
     ids, mask = pad_left([random_ids(1, n)[0] for n in (20, TOKENS)])
     scores = random_scores(model, 2, TOKENS)
@@ -532,7 +533,7 @@ def test_nan_where_nobody_looks_is_no_fault():
         assert cache.report().fallback is None
 
 
-def test_protection_beyond_the_budget_is_one_warning(model):
+def test_protection_beyond_the_budget_gives_one_warning(model):
     wide = RetentionPolicy(0.05, sink_tokens=4, recent_tokens=8)
     with ProxyPrunedCache(model, RandomScorer(), wide) as cache:
         with pytest.warns(ProxyKVWarning, match="do not fit in the budget: 63 KV pairs more") as caught:
@@ -568,10 +569,10 @@ def test_models_without_a_prunable_cache_are_refused():
         num_key_value_heads=1, sliding_window=8,
     )  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="sliding windows only"):
-        ProxyPrunedCache(sliding, RandomScorer(), policy())
+        ProxyPrunedCache(sliding, RandomScorer(), policy(), strict=True)
 
 
-def test_a_ragged_layer_has_no_single_tensor_and_says_so(model):
+def test_the_keys_of_a_ragged_layer_are_refused_as_a_single_tensor(model):
     with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
         cache.prefill(random_ids(1, TOKENS))
         with pytest.raises(CacheStateError, match="allocation='uniform'"):
@@ -585,3 +586,17 @@ def test_a_ragged_layer_has_no_single_tensor_and_says_so(model):
 def test_a_context_that_is_no_span_is_refused(model, context):
     with pytest.raises(InvalidInputError, match=r"context: expected \(start, stop\)"):
         ProxyPrunedCache(model, RandomScorer(), policy(), context=context)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_a_cache_that_is_not_to_be_used_is_refused_and_stays_usable(ratio):
+    """Transformers itself goes on, sends all tokens again in every step, and gives wrong tokens."""
+    model = with_proxykv(tiny_model())
+    ids = random_ids(1, 30)
+    with ProxyPrunedCache(model, RandomScorer(), RetentionPolicy(ratio)) as cache:
+        with pytest.raises(InvalidInputError, match="expected use_cache=True with a cache, got False"):
+            model.generate(ids, cache=cache, use_cache=False, max_new_tokens=4, do_sample=False)
+        assert cache.get_seq_length() == 0
+        answer = model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False)
+    with ProxyPrunedCache(model, RandomScorer(), RetentionPolicy(ratio)) as fresh:
+        assert torch.equal(answer, model.generate(ids, cache=fresh, max_new_tokens=4, do_sample=False))

@@ -133,7 +133,7 @@ def test_what_does_not_match_is_refused(home, teacher, tmp_path, capsys):
     assert "target: expected a folder with a model or an id" in refused(target=str(tmp_path / "empty"))
     assert "proxy: expected a folder with a model or an id" in refused(proxy=str(tmp_path / "empty"))
     assert "target.geometry.num_attention_heads: expected 2, got 4" in refused(target=str(home / "proxy"))
-    assert "reads 9 layers of a proxy that has 3" in refused(
+    assert "expected a proxy of at least 9 layers, which the mapper reads, got one of 3" in refused(
         features={"sources": ["attention"], "proxy_layers": 9}, proxy=str(home / "proxy")
     )
     other = tiny_model("llama", 2)

@@ -120,8 +120,7 @@ def check_consumed() -> None:
         raise UnsupportedModelError(
             "expected the model's attention to hand the cache's keys to transformers' "
             "AttentionInterface unchanged, but they never arrived there: the model computes attention "
-            "in its own way, or its attention implementation was set while a cache was open (set it before the cache "
-            "is made), or it was put under torch.compile (which the cache cannot take part in)"
+            "in its own way, or it was put under torch.compile, which the cache cannot take part in"
         )
 
 

@@ -68,26 +68,23 @@ class _Attachment:
         check_attention_interface(model.config)
         configs = {id(config): config for config in _attention_configs(model)}
         self._saved = [(config, own_attention_name(config)) for config in configs.values()]
-        self._backends = {name for _, name in self._saved}
-        refused = [name for name in self._backends if not name.startswith(("sdpa", "eager", "flash_attention"))]
-        if refused:
-            raise UnsupportedModelError(
-                f"expected attn_implementation 'sdpa', 'eager' or 'flash_attention_*', got "
-                f"{', '.join(sorted(refused))}: load the model with one of these"
-            )
-        for name in self._backends:
-            if not self._names[name]:
-                register_attention(PREFIX + name, attention_function(name), like=name)
-            self._names[name] += 1
+        for _, name in self._saved:
+            _check_supported(name)
+        self._backends: set[str] = set()
         for config, name in self._saved:
             self._configs[id(config)] += 1
-            set_attention_name(config, PREFIX + name)
+            self._set(config, name)
         self._handles = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
         ]
         self._shares = 0
         self._is_attached = True
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Attachment | None:
+        """The attachment of a model whose attention is in use."""
+        return cls._of_model.get(model)
 
     @classmethod
     def take(cls, model: PreTrainedModel) -> _Attachment:
@@ -100,6 +97,29 @@ class _Attachment:
                 attachment._shares += 1
                 if attachment._is_attached:  # else the last share has just ended, when its cache was garbage-collected
                     return attachment
+
+    def _set(self, config: Any, name: str) -> None:
+        """Have a config name our function for the back end ``name``."""
+        if name not in self._backends:
+            if not self._names[name]:
+                register_attention(PREFIX + name, attention_function(name), like=name)
+            self._names[name] += 1
+            self._backends.add(name)
+        set_attention_name(config, PREFIX + name)
+
+    def follow(self) -> None:
+        """Take over an attention implementation that somebody has set since the last forward.
+
+        Raises:
+            UnsupportedModelError: It is none that a cache can take part in.
+        """
+        for place, (config, saved) in enumerate(self._saved):
+            if attention_name(config) != PREFIX + saved:
+                with self._lock:
+                    name = own_attention_name(config)
+                    _check_supported(name)
+                    self._saved[place] = (config, name)
+                    self._set(config, name)
 
     def give_up(self) -> None:
         """Remove a share. With the last one, put the model back as it was."""
@@ -124,6 +144,14 @@ class _Attachment:
                 if not self._names[name]:
                     del self._names[name]
                     unregister_attention(PREFIX + name)
+
+
+def _check_supported(name: str) -> None:
+    if not name.startswith(("sdpa", "eager", "flash_attention")):
+        raise UnsupportedModelError(
+            f"expected attn_implementation 'sdpa', 'eager' or 'flash_attention_*', got {name}: load the model with one "
+            "of these, or call set_attn_implementation"
+        )
 
 
 def own_attention_name(config: Any) -> str:
@@ -168,6 +196,9 @@ def _before_forward(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     forget()
+    attachment = _Attachment.of(model)
+    if attachment is not None:
+        attachment.follow()
     cache = _aware_cache(args, kwargs)
     changed = None if cache is None else cache.before_forward(model, args, kwargs)
     return None if changed is None else (args, changed)

@@ -252,6 +252,11 @@ class ProxyPrunedCache(PrunableCache):
                 "expected a whole cache, whose rows are not shared, got one that is empty, pruned, or forked with "
                 "n > 1: make one with prefill(..., prune=False), and call fork(n) on what compress() returns"
             )
+        if not self.geometry.full_layers:
+            raise CacheStateError(
+                "expected a target with full-attention layers, got one with sliding windows only: its cache is bounded "
+                "already and there is nothing to prune"
+            )
         for one in policy if isinstance(policy, Sequence) else [policy]:
             check_policy(one)
         started = time.perf_counter()

@@ -58,6 +58,11 @@ def check_input(call: Mapping[str, Any], rows: int, seen: int, ragged: bool) -> 
     Raises:
         InvalidInputError: The input does not fit.
     """
+    if call.get("use_cache") is False:
+        raise InvalidInputError(
+            "expected use_cache=True with a cache, got False: transformers would give wrong tokens, since it sends all "
+            "tokens again to a cache that has seen them; leave use_cache or the cache out"
+        )
     given = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if given is None or given.ndim < 2 or given.shape[1] == 0:
         more = (

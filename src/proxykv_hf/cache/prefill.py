@@ -80,7 +80,8 @@ class Prefill:
         taps: Taps,
         runs: dict[str, ScorerRun],
     ) -> None:
-        self.target, self.geometry, self.scorers = target, geometry, scorers
+        self.target, self.geometry = target, geometry
+        self.scorers = scorers if geometry.full_layers else {}
         self.tokenizer, self.context, self.strict = tokenizer, context, strict
         self.timeout, self.taps = timeout, taps
         self.schedule = schedule or self._suitable_schedule()
@@ -266,6 +267,8 @@ class Prefill:
                 layer.watch = None
         request = self._scoring_request(prompt, at_once=True)
         view = WholeLayers(self.target, request, rows, layers)
+        if not self.geometry.full_layers:
+            self._fall_back("every layer of the target has a sliding window, so its cache is bounded already")
         scores: dict[str, Tensor] = {}
         for name, scorer in self.scorers.items():
             if self.fallback is not None:
@@ -324,12 +327,13 @@ class Prefill:
             if isinstance(error, ProxyKVError):
                 raise error
             raise ScoringError(f"scorer {name!r} failed: {type(error).__name__}: {error}") from error
-        self.fallback = f"{name}: {type(error).__name__}: {error}"
+        self._fall_back(f"{name}: {type(error).__name__}: {error}")
+
+    def _fall_back(self, reason: str) -> None:
+        """Go on without scores: remember why, and warn once."""
+        self.fallback = reason
         warnings.warn(
-            f"the cache stays uncompressed because its scorer failed ({self.fallback}); with strict=True this is an "
-            "error",
-            ProxyKVWarning,
-            stacklevel=2,
+            f"the cache stays uncompressed: {reason}; with strict=True this is an error", ProxyKVWarning, stacklevel=3
         )
 
 

@@ -57,7 +57,7 @@ class PrunableCache(DynamicCache):
             raise TypeError(f"expected a scorer such as KVzipScorer(tokenizer), got {scorer!r}")
         if schedule is not None and schedule not in SCHEDULES:
             raise InvalidInputError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        self.geometry = ModelGeometry.from_config(target.config)
+        self.geometry = ModelGeometry.from_config(target.config, may_be_bounded=not strict)
         self.target = target
         self.scorer = scorer
         self.policy = policy
@@ -146,7 +146,7 @@ class PrunableCache(DynamicCache):
 
     def _begin_prefill(self, call: dict[str, Any], batch: int, tokens: int) -> None:
         """Start the scorers before the first forward. After an error the cache is empty again."""
-        if not self._prefill.scorers:
+        if not self._prefill.scorers and self.geometry.full_layers:
             raise CacheStateError(
                 "this cache was given no scorer and cannot prefill: pass one to ProxyPrunedCache(target, scorer, "
                 "policy), to load(..., scorer=...) or to prefill(..., prune=False, scorers={name: scorer})"

@@ -126,7 +126,10 @@ def read_snapshot(folder: Path, target: PreTrainedModel) -> Snapshot:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         found = header.get("format") if isinstance(header, dict) else None
         raise CacheStateError(f"expected a saved cache of format {FORMAT}, got {found!r} in {path}: save it again")
-    saved, own = ModelGeometry.from_dict(header["geometry"]), ModelGeometry.from_config(target.config)
+    saved, own = (
+        ModelGeometry.from_dict(header["geometry"]),
+        ModelGeometry.from_config(target.config, may_be_bounded=True),
+    )
     check_geometry(own, saved, f"the cache in {folder} was made by another model")
     if are_other_weights(target, header["weights"]):
         warnings.warn(
