@@ -18,7 +18,10 @@ def registered() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _quiet_and_clean():
-    """One thread (the models are tiny), no autograd; afterwards no attention function of ours is registered."""
+    """Run each test with one thread (the models are tiny) and without autograd.
+
+    Afterwards, none of the package's attention functions may still be registered.
+    """
     torch.set_num_threads(1)
     with torch.no_grad():
         yield
@@ -29,7 +32,7 @@ def _quiet_and_clean():
 
 @pytest.fixture(scope="module")
 def on_the_cpu():
-    """As on a machine without a GPU."""
+    """Make torch find no GPU."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: False)
         yield
@@ -37,11 +40,11 @@ def on_the_cpu():
 
 @pytest.fixture(scope="module")
 def home(on_the_cpu, tmp_path_factory):
-    """See `taught.make_home`; one for each file of tests."""
+    """The folders of `taught.make_home`, made once for each test module."""
     return make_home(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture
 def teacher(home, tmp_path):
-    """A copy of its shards, to be written to."""
+    """A copy of the teacher's shards, which a test may change."""
     return Path(shutil.copytree(home / "teacher", tmp_path / "teacher"))

@@ -17,7 +17,7 @@ SIZES = {"bottleneck": 8, "head_tokens": 2, "width": 8, "encoder_heads": 2, "win
 
 
 def make_home(root: Path) -> Path:
-    """Folders ``target``, ``proxy`` and ``teacher``, of two shards."""
+    """Write the folders ``target``, ``proxy`` and ``teacher``. The teacher has two shards."""
     tokenizer = tiny_tokenizer()
     target = tiny_model("llama", 2)
     for name, model in (("target", target), ("proxy", tiny_model("qwen2", 1))):
@@ -30,7 +30,7 @@ def make_home(root: Path) -> Path:
 
 
 def settings(home: Path, teacher: Path, out: Path, /, **changes: Any) -> dict[str, Any]:
-    """What a TOML file of a short run holds."""
+    """The content of the TOML file for a short training run; ``changes`` replace entries."""
     features = {"sources": ["attention", "hidden"], "proxy_layers": 2, "hidden_layers": [1, 2]}
     common = {"title": "Tiny", "target": str(home / "target"), "teacher": [str(teacher)], "out": str(out)}
     return common | {"features": features, "mapper": SIZES, "epochs": 3, "batch": 2} | changes

@@ -10,7 +10,7 @@ WORDS = "river stone market letter window morning garden paper winter bridge mus
 
 
 def write_texts(root: Path, files: int = 30) -> list[Path]:
-    """Folders ``essays`` (.md, some .gz) and ``code`` (.py below a folder of its own)."""
+    """Write the folders ``essays`` (.md, some of them .gz) and ``code`` (.py in a subfolder)."""
     rng = random.Random(0)
     for number in range(files):
         text = "\n".join(" ".join(rng.choices(WORDS, k=9)) + f" {number}." for _ in range(30))

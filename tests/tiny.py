@@ -1,4 +1,4 @@
-"""Small random models of real architectures, and a tokenizer of bytes, all made in memory."""
+"""Small random models of real architectures, and a byte tokenizer, all made in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_model(kind: str = "llama", group: int = 2, layers: int = 3, attention: str | None = None) -> PreTrainedModel:
-    """A model in eval mode; Gemma kinds have a sliding window of 16 in some layers, Gemma 2 a softcap."""
+    """A model in eval mode. Gemma models have a sliding window of 16 in some layers, and Gemma 2 has a softcap."""
     torch.manual_seed(group)
     common = {
         "vocab_size": VOCABULARY,
@@ -76,7 +76,7 @@ def tiny_model(kind: str = "llama", group: int = 2, layers: int = 3, attention: 
 
 @functools.cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, with a chat template; ids 0 to 3 are special."""
+    """A tokenizer with one token per byte and a chat template. Ids 0 to 3 are special tokens."""
     special = ["<pad>", "<user>", "</s>", "<bot>"]
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -89,18 +89,18 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def random_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
-    """`[batch, tokens]`, no padding token among them."""
+    """Random token ids `[batch, tokens]`, without padding tokens."""
     return torch.randint(4, VOCABULARY, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def random_scores(model: PreTrainedModel, rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
-    """`[rows, L, H, tokens]`."""
+    """Random scores `[rows, L, H, tokens]`."""
     shape = (rows, model.config.num_hidden_layers, model.config.num_key_value_heads, tokens)
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def pad_left(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[n]` of unlike lengths as ids and mask `[B, N]`."""
+    """Pad rows `[n]` of different lengths on the left; return ids and mask `[B, N]`."""
     width = max(map(len, rows))
     ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
     mask = torch.stack([torch.arange(width) >= width - len(row) for row in rows]).long()

@@ -324,7 +324,7 @@ def test_memory_of_many_queries_is_bounded(monkeypatch):
 
 @pytest.mark.parametrize(("ratio", "allocation"), [(1.0, "global"), (0.3, "global"), (0.3, "uniform")])
 def test_a_flash_back_end_is_shown_its_own_name(monkeypatch, ratio, allocation):
-    """transformers' flash back end finds its kernel by the name in the module's config. Here sdpa replaces it."""
+    """Flash back ends find their kernel by the name in the module's config. Here sdpa stands in for the kernel."""
     name, called = "flash_attention_2", []
 
     def flash(module, query, key, value, attention_mask, **kwargs):

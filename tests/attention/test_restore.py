@@ -1,4 +1,4 @@
-"""Whatever happens, the target is left as it was found."""
+"""The target is restored whatever happens: after closing, after garbage collection and after exceptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Boom(Exception):
 
 
 def explode(model, error, after_calls=0):
-    """Raise in the midst of the model, after a number of calls of its second layer."""
+    """Make the model's second layer raise, after a number of calls."""
     calls = []
 
     def hook(*_):
@@ -45,7 +45,7 @@ def explode(model, error, after_calls=0):
 
 @pytest.mark.parametrize("scorer", [KVzipScorer, SnapKVScorer, None])
 @pytest.mark.parametrize("ending", ["close", "collect", "with", "reset"])
-def test_after_closing_or_collecting(ending, scorer):
+def test_the_model_is_restored_after_closing_or_collecting(ending, scorer):
     model = tiny_model()
     before = snapshot(model)
     choice = FixedScorer(random_scores(model, 1, 40)) if scorer is None else scorer()
@@ -79,8 +79,8 @@ def use(how, model, cache, ids):
 @pytest.mark.parametrize("scorer", [KVzipScorer, SnapKVScorer])
 @pytest.mark.parametrize("how", ["prefill", "generate"])
 @pytest.mark.parametrize("after_calls", [0, 1, 3])
-def test_after_an_exception(error, scorer, how, after_calls):
-    """In the prefill, in KVzip's own pass, or while decoding."""
+def test_the_model_is_restored_after_an_exception(error, scorer, how, after_calls):
+    """The exception comes in the prefill, in KVzip's own pass, or during decoding."""
     model = tiny_model()
     before = snapshot(model)
     cache = ProxyPrunedCache(model, scorer(), policy(), tokenizer=tiny_tokenizer(), strict=True)
@@ -131,7 +131,7 @@ def test_a_refused_input_spoils_nothing():
         assert cache.report().seen_tokens == [41]
 
 
-def test_a_pruned_dynamic_cache_lets_go_when_collected():
+def test_a_pruned_dynamic_cache_restores_the_model_when_collected():
     from transformers import DynamicCache
 
     model = tiny_model()

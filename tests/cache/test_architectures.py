@@ -1,4 +1,4 @@
-"""Other families: they work like the reference, or are refused in plain words."""
+"""Other model families: they agree with the reference, or are refused with the reason."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_observers_are_shown_the_hidden_states_of_other_families(name):
         ("qwen3-next", "got LinearAttentionLayer in layer 0"),
     ],
 )
-def test_what_cannot_be_pruned_is_refused_in_plain_words(name, message):
+def test_a_model_that_cannot_be_pruned_is_refused_with_the_reason(name, message):
     model = {
         "falcon-alibi": lambda: make_family("Falcon", NO_KV_HEADS, alibi=True),
         "bloom": lambda: make_family("Bloom", {"vocab_size": 260, "hidden_size": 32, "n_layer": 2, "n_head": 4}),

@@ -1,4 +1,4 @@
-"""Bytes are real: counted by storage, over every tensor the cache can reach."""
+"""The bytes that a cache holds, counted by storage over every tensor that the cache can reach."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reachable_bytes(cache) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
-def test_at_three_tenths_at_most_32_percent_is_held(allocation, dtype):
+def test_a_ratio_of_0_3_holds_at_most_32_percent_of_the_bytes(allocation, dtype):
     model = tiny_model(layers=4).to(dtype)
     ids = random_ids(1, TOKENS)
     plain = DynamicCache()
@@ -56,11 +56,11 @@ def test_at_three_tenths_at_most_32_percent_is_held(allocation, dtype):
         report = cache.report()
         assert report.bytes_full == full
         assert abs(report.bytes_kept - reachable_bytes(cache)) < 100  # apart from a few integers
-        # The scores were there before the prefill: at the peak what is kept and one whole layer.
+        # The scores were ready before the prefill, so the peak is what is kept and one whole layer.
         assert report.bytes_kept < report.bytes_peak <= report.bytes_kept + 1.01 * full / 4
     with ProxyPrunedCache(model, RandomScorer(), bare(0.3, allocation)) as cache:
-        call_forward(model, input_ids=ids, cache=cache)  # where nothing tells that the prompt is over
-        # At the peak the whole cache and one layer's kept part were there.
+        call_forward(model, input_ids=ids, cache=cache)  # nothing says here that the prompt is over
+        # The peak is the whole cache and what is kept of one layer.
         assert full < cache.report().bytes_peak <= full * (1 + 0.35 / 4)
 
 
@@ -124,7 +124,7 @@ def test_forks_share_until_they_write():
 
 
 @pytest.mark.parametrize("held", ["whole", "uniform", "global"])
-def test_many_rows_of_a_fork_are_no_more_memory_than_one(held):
+def test_many_rows_of_a_fork_take_no_more_memory_than_one(held):
     model = tiny_model(group=3)
     ids, questions = random_ids(1, 200), random_ids(6, 4, seed=3)
     with ProxyPrunedCache(model, RandomScorer(), bare(0.3, "uniform" if held == "uniform" else "global")) as cache:
@@ -150,7 +150,7 @@ def test_many_rows_of_a_fork_are_no_more_memory_than_one(held):
         assert cache.report().bytes_kept == before
 
 
-def test_rows_of_a_padded_whole_fork_are_shared_too():
+def test_rows_of_a_fork_of_a_padded_whole_cache_are_shared_too():
     model = tiny_model()
     ids, mask = pad_left([random_ids(1, 100)[0], random_ids(1, 60, seed=1)[0]])
     question = random_ids(6, 2, seed=2)

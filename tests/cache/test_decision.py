@@ -1,4 +1,4 @@
-"""`Kept`, the decision by itself: no model, no cache."""
+"""`Kept`, the decision what is kept, without a model and a cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_mask_is_the_slow_selection_of_each_distinct_row(allocation):
             expected = [head.nonzero()[:, 0].tolist() for head in kept.mask()[distinct, place]]
             assert [head.tolist() for head in kept.indices(layer, batch_row)] == expected
     assert kept.counts(5) == [(kept.mask()[distinct].sum(-1) + 5).tolist() for distinct in (0, 1, 0)]
-    assert whole.packed is None, "a decision leaves the object alone, so that forks may share it"
+    assert whole.packed is None, "a decision does not change the object, so that forks can share it"
     assert whole.mask().all()
 
 
@@ -73,7 +73,7 @@ def test_everything_kept_needs_no_pruner():
     assert kept.crop(3).mask().shape[-1] == TOKENS - 3
 
 
-def test_one_row_is_decided_each_way():
+def test_one_row_can_be_decided_in_several_ways():
     whole, scores = make_kept([row(0)]), scores_of(3)
     policies = [policy(0.2), policy(0.5, allocation="uniform"), policy(1.0)]
     kept, _ = whole.decide_each_way(scores, policies)

@@ -30,7 +30,7 @@ def policy(allocation="uniform", ratio=0.3, **kwargs):
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 @pytest.mark.parametrize(("kind", "with_config"), [("llama", True), ("llama", False), ("gemma3", True)])
-def test_a_plain_cache_shrinks_and_goes_on_like_the_reference(kind, allocation, with_config):
+def test_a_plain_cache_shrinks_and_continues_like_the_reference(kind, allocation, with_config):
     model = tiny_model(kind)
     ids, scores = random_ids(1, TOKENS), random_scores(model, 1, TOKENS)
     cache = DynamicCache(config=model.config) if with_config else DynamicCache()
@@ -102,7 +102,7 @@ def test_a_deep_copy_outlives_the_original(layers):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_mask_covers_all_that_the_cache_holds():
+def test_the_mask_must_cover_all_that_the_cache_holds():
     model = tiny_model()
     cache = DynamicCache()
     model.generate(random_ids(1, TOKENS), **{cache_keyword(model): cache}, max_new_tokens=4, do_sample=False)
@@ -115,7 +115,7 @@ def test_a_mask_covers_all_that_the_cache_holds():
     prune_dynamic_cache(cache, scores, policy(), target=model, attention_mask=torch.ones(1, seen))
 
 
-def test_what_cannot_be_pruned_says_why_and_stays_whole():
+def test_wrong_arguments_are_refused_and_leave_the_cache_whole():
     model = tiny_model()
     scores = random_scores(model, 1, TOKENS)
     with pytest.raises(CacheStateError, match="expected a prefilled cache"):
@@ -126,7 +126,7 @@ def test_what_cannot_be_pruned_says_why_and_stays_whole():
         prune_dynamic_cache(ours, scores, policy())
     cache = DynamicCache()
     call_forward(model, input_ids=random_ids(1, TOKENS), cache=cache)
-    cache.offloading = True  # without a GPU it cannot be made so
+    cache.offloading = True  # such a cache cannot be made without a GPU
     with pytest.raises(CacheStateError, match=r"got one with offloading=True.*without offloading"):
         prune_dynamic_cache(cache, scores, policy())
     cache.offloading = False

@@ -1,4 +1,4 @@
-"""What comes out is what a model with evicted KV pairs masked by hand would say."""
+"""A pruned cache gives the logits of a model whose evicted KV pairs are masked by hand."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_half_precision_stays_close_to_the_reference(allocation, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast_decodes_over_ragged_heads(kind, monkeypatch):
-    """With sums in parts too, of which one is left over."""
+    """The weighted sums are split into parts, with a rest."""
     monkeypatch.setattr(ragged, "LEAST_PART", 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     model = tiny_model(kind, attention="eager" if kind == "gemma2" else None)

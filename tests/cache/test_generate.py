@@ -1,4 +1,4 @@
-"""Everything stock ``generate`` does, on a pruned cache, against the masked reference."""
+"""Everything that stock ``generate`` does, on a pruned cache, compared with the masked reference."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_chunked_prefill_prunes_once_and_as_one_shot_does(scorer, allocation):
 
 
 def count_prunes(cache):
-    """A list that grows by the tokens seen at each prune."""
+    """A list to which each prune adds the number of tokens seen."""
     prunes, prune = [], cache._prune_layers
 
     def counted(*args):
@@ -150,7 +150,7 @@ def test_prompt_lookup_decoding_prunes_once_and_as_one_shot_does(draft, kind, al
 
 
 def test_accepted_drafts_are_never_scored_nor_evicted():
-    """The drafting forward holds prompt and drafts; what it accepts belongs to the answer."""
+    """The drafting forward holds the prompt and drafts. Accepted drafts belong to the answer."""
     model = tiny_model()
     ids, scores = random_ids(1, 30), random_scores(model, 1, 30)
     with ProxyPrunedCache(model, FixedScorer(scores), bare(0.5)) as cache:
@@ -165,7 +165,7 @@ def test_accepted_drafts_are_never_scored_nor_evicted():
         assert max(int(head.max()) for layer in range(3) for head in cache.kept_indices(layer)) < 30
 
 
-def test_assisted_decoding_with_a_small_model():
+def test_assisted_decoding_with_a_small_model_prunes_the_prompt():
     model, assistant = tiny_model(), tiny_model("llama", 1, layers=1)
     ids, scores = random_ids(1, TOKENS), random_scores(model, 1, TOKENS)
     with ProxyPrunedCache(model, FixedScorer(scores), bare()) as cache:
@@ -179,7 +179,7 @@ def test_assisted_decoding_with_a_small_model():
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("pads", [0, 3])
 def test_assisted_decoding_over_a_filled_cache_answers_as_plain_decoding_does(kind, allocation, how, pads):
-    """Its first forward brings all tokens again; what was seen is not read twice."""
+    """The first forward of assisted decoding brings all tokens again. Those that were seen must not be read twice."""
     model = tiny_model(kind)
     assistance = (
         {"prompt_lookup_num_tokens": 4} if how == "lookup" else {"assistant_model": tiny_model("llama", 1, layers=1)}
@@ -204,7 +204,7 @@ def test_assisted_decoding_over_a_filled_cache_answers_as_plain_decoding_does(ki
     assert reports[0].kept_tokens == reports[1].kept_tokens
 
 
-def test_assisted_decoding_over_a_filled_cache_wants_all_tokens():
+def test_assisted_decoding_over_a_filled_cache_needs_all_tokens():
     model = tiny_model()
     with ProxyPrunedCache(model, FixedScorer(random_scores(model, 1, TOKENS)), bare()) as cache:
         cache.prefill(random_ids(1, TOKENS))
@@ -237,7 +237,7 @@ def test_beams_equal_beams_over_the_masked_model(allocation):
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
-def test_sampling_and_several_return_sequences(allocation):
+def test_sampled_return_sequences_all_keep_the_same_of_the_prompt(allocation):
     model = tiny_model()
     ids, scores = random_ids(1, TOKENS), random_scores(model, 1, TOKENS)
     with ProxyPrunedCache(model, FixedScorer(scores), bare(0.3, allocation)) as cache:
@@ -265,7 +265,9 @@ def test_streaming_shows_every_token(capsys):
 def test_rows_of_a_left_padded_batch_equal_solo_runs(kind, allocation, scorer):
     model = tiny_model(kind)
     lengths = [50, 23, 50, 31]
-    rows = [random_ids(1, n, seed=i % 3)[0] for i, n in enumerate(lengths)]  # the first and the last start alike
+    rows = [
+        random_ids(1, n, seed=i % 3)[0] for i, n in enumerate(lengths)
+    ]  # the first and the last begin with the same tokens
     rows[2] = rows[0].clone()  # a copy
     ids, mask = pad_left(rows)
     scores = random_scores(model, 4, 50)
@@ -330,7 +332,7 @@ def test_prefill_takes_right_padding():
     assert torch.equal(a[:, 43:], b[:, 43:])
 
 
-def test_many_questions_over_one_prefill():
+def test_many_questions_are_answered_over_one_prefill():
     model = tiny_model()
     ids, scores = random_ids(1, TOKENS), random_scores(model, 1, TOKENS)
     keep = slow_selection(scores[0], 0.3, "global")
@@ -353,7 +355,7 @@ def test_many_questions_over_one_prefill():
         torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_one_prefill_many_methods_and_ratios():
+def test_one_prefill_serves_many_methods_and_ratios():
     model = tiny_model()
     ids = random_ids(2, TOKENS)
     ours = {"a": random_scores(model, 2, TOKENS, 1), "b": random_scores(model, 2, TOKENS, 2)}
@@ -370,7 +372,7 @@ def test_one_prefill_many_methods_and_ratios():
         assert torch.equal(plain, call_forward(model, input_ids=ids[:, :4], cache=expected).logits)
 
 
-def test_generate_after_max_new_tokens_one_and_a_report_settles():
+def test_a_report_after_max_new_tokens_1_ends_the_prefill():
     model = tiny_model()
     ids, scores = random_ids(1, TOKENS), random_scores(model, 1, TOKENS)
     with ProxyPrunedCache(model, FixedScorer(scores), bare()) as cache:
@@ -419,7 +421,7 @@ def test_inference_mode_no_grad_and_autograd_may_follow_each_other(allocation, k
 
 
 def test_padding_in_a_follow_up_turn_is_not_seen():
-    """Rows of one cache whose next turns are of unlike lengths, padded on the left."""
+    """The rows of one cache get next turns of different lengths, padded on the left."""
     model = tiny_model()
     scores = random_scores(model, 2, TOKENS)
     ids = random_ids(2, TOKENS)
@@ -496,7 +498,7 @@ def test_a_right_padded_mask_is_understood_after_a_right_padded_prefill(kind, pr
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_rows_of_the_same_tokens_are_no_copies_if_anything_else_differs(allocation):
-    """Positions here; images in a vision-language model below."""
+    """Here positions differ. In the next test, images in a vision-language model do."""
     model = tiny_model()
     ids = random_ids(1, 30).expand(2, -1)
     positions = torch.arange(30).repeat(2, 1)

@@ -1,4 +1,4 @@
-"""One prompt pruned in several ways at once: each row is what pruning that way alone gives."""
+"""One prompt is pruned in several ways at once. Each row equals the prompt pruned in that way alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prefilled(model, rows=1, context=(4, TOKENS)):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ways", [WAYS, WAYS[1:2], WAYS[3:4], [WAYS[1]] * 2])
-def test_each_row_equals_one_at_a_time(kind, ways):
+def test_each_row_equals_pruning_in_its_way_alone(kind, ways):
     model = tiny_model(kind, attention="eager" if kind == "gemma2" else None)  # sdpa has no softcap on every version
     scores, next_ids = random_scores(model, len(ways), TOKENS, seed=1), random_ids(1, 5, seed=2)
     with prefilled(model) as whole, whole.compress(scores, ways) as together:
@@ -77,7 +77,7 @@ def test_a_row_of_a_batch_is_kept_in_several_ways():
             torch.testing.assert_close(call_forward(model, cache=ours, **more).logits, logits, atol=1e-4, rtol=1e-4)
 
 
-def test_questions_multiply_the_rows_and_a_saved_cache_has_them(tmp_path):
+def test_a_fork_multiplies_the_rows_before_and_after_saving(tmp_path):
     model = tiny_model()
     ids = random_ids(2 * len(WAYS), 3, seed=3)
     with prefilled(model) as whole, whole.compress(random_scores(model, len(WAYS), TOKENS), WAYS) as together:
@@ -103,7 +103,7 @@ def test_nothing_but_what_is_kept_is_held():
             assert sum(tensor.untyped_storage().nbytes() for tensor in storages) == pairs * 2 * 8 * 4
 
 
-def test_what_is_refused():
+def test_wrong_policies_scores_and_batches_are_refused():
     model = tiny_model()
     with prefilled(model) as whole:
         with pytest.raises(InvalidPolicyError, match="a list of at least one, got an empty list"):

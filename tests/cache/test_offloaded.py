@@ -1,4 +1,4 @@
-"""A target whose weights are on disk between forwards, as ``device_map`` does it."""
+"""A target whose weights are on disk between forwards, as ``device_map`` can place them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def offloaded(request, tmp_path):
     )
 
 
-def test_it_prefills_saves_and_loads_as_a_model_in_memory_does(offloaded, tmp_path):
+def test_an_offloaded_target_prefills_saves_and_loads_like_one_in_memory(offloaded, tmp_path):
     model = tiny_model()
     ids, more, scorer = random_ids(1, TOKENS), random_ids(1, 3, seed=1), FixedScorer(random_scores(model, 1, TOKENS))
     with ProxyPrunedCache(model, scorer, POLICY) as cache:
@@ -48,7 +48,7 @@ def test_it_prefills_saves_and_loads_as_a_model_in_memory_does(offloaded, tmp_pa
         cache.save(tmp_path / "offloaded")
         torch.testing.assert_close(call_forward(offloaded, input_ids=more, cache=cache).logits, expected)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # weights that cannot be read are not others
+        warnings.simplefilter("error")  # weights that cannot be read do not count as different
         for target, folder in ((offloaded, "whole"), (offloaded, "offloaded"), (model, "offloaded")):
             with ProxyPrunedCache.load(tmp_path / folder, target=target) as loaded:
                 logits = call_forward(target, input_ids=more, cache=loaded).logits
@@ -56,7 +56,7 @@ def test_it_prefills_saves_and_loads_as_a_model_in_memory_does(offloaded, tmp_pa
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_every_scorer_rates_it_as_a_model_in_memory(offloaded, name):
+def test_every_scorer_rates_an_offloaded_target_like_one_in_memory(offloaded, name):
     ids, scores = random_ids(1, TOKENS), []
     for target in (tiny_model(), offloaded):
         with ProxyPrunedCache(target, SCORERS[name](target), POLICY, strict=True) as cache:
@@ -64,12 +64,12 @@ def test_every_scorer_rates_it_as_a_model_in_memory(offloaded, name):
     torch.testing.assert_close(scores[1], scores[0])
 
 
-def test_where_it_computes_is_known_and_its_weights_are_not(offloaded):
+def test_an_offloaded_target_has_a_device_but_no_fingerprint(offloaded):
     assert weights_fingerprint(offloaded) is None
     assert {device_of(module) for module in offloaded.modules()} == {torch.device("cpu")}
 
 
-def test_a_proxy_of_its_own_layers_is_refused_and_another_is_not(offloaded):
+def test_an_offloaded_targets_own_layers_are_refused_as_its_proxy(offloaded):
     model, proxy = tiny_model(), tiny_model("qwen2", 1, layers=2).model
     own = make_mapper(model, first_layers(model, 2), proxy_id=SELF_PROXY)
     with pytest.raises(UnsupportedModelError, match="offloaded"):

@@ -1,4 +1,4 @@
-"""Random sequences of cache operations against a list of rows that does the same by hand."""
+"""Random sequences of cache operations, compared with the same operations on a list of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = 24
 
 
 class Pair:
-    """A cache and the rows it stands for."""
+    """A cache, and the reference rows that it has to agree with."""
 
     def __init__(self, model, kind: str, allocation: str, ratio: float, seed: int) -> None:
         self.model, self.seed = model, seed
@@ -75,7 +75,7 @@ class Pair:
         elif op == "append_one":
             self.prune_rows()
             self.forward(random_ids(len(self.rows), 1, seed=rng.randrange(999)))
-        elif op == "crop_pending":  # what assisted decoding does; the next forward settles
+        elif op == "crop_pending":  # as assisted decoding does; the next forward ends the prefill
             self.cache.crop(0)
             self.prune_rows()
             self.forward(random_ids(len(self.rows), rng.choice([1, 3]), seed=rng.randrange(999)))
@@ -117,7 +117,7 @@ class Pair:
         elif op in ("fork", "deepcopy"):
             old = self.cache
             self.cache = old.fork() if op == "fork" else copy.deepcopy(old)
-            if self.rows and rng.random() < 0.5:  # what the original does meanwhile must not matter
+            if self.rows and rng.random() < 0.5:  # what happens to the original must not matter
                 call_forward(self.model, input_ids=random_ids(len(self.rows), 2, seed=7), cache=old)
             old.close()
         elif op == "save_load":

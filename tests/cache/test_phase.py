@@ -11,7 +11,7 @@ from proxykv_hf.cache.phase import Lifecycle, Phase
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_what_each_phase_allows(phase):
+def test_each_phase_allows_and_refuses_the_right_calls(phase):
     life = Lifecycle()
     life.phase = phase
     if phase is Phase.CLOSED:
@@ -29,7 +29,7 @@ def test_what_each_phase_allows(phase):
             life.check_empty()
 
 
-def test_a_forward_belongs_to_its_thread_while_that_runs():
+def test_a_forward_belongs_to_its_thread_while_the_thread_is_alive():
     life, begun, go = Lifecycle(), threading.Event(), threading.Event()
 
     def forward():
@@ -45,7 +45,7 @@ def test_a_forward_belongs_to_its_thread_while_that_runs():
         life.check_thread()
     go.set()
     thread.join()
-    assert not life.used_elsewhere(), "a thread that has died leaves a forward that never ends, and nobody in it"
+    assert not life.used_elsewhere(), "the forward of a thread that has died is in nobody's way"
     life.check_thread()
     assert life.in_forward
     life.end_forward()

@@ -1,4 +1,4 @@
-"""Scores are float32, whatever the caller's default dtype is and whatever autocast the caller is in."""
+"""Scores are float32, whatever default dtype and whatever autocast the caller has set."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_default_dtype_of_bfloat16_changes_no_score(name):
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "kvzip"])
 def test_scores_that_are_made_under_autocast_are_those_made_without(name):
-    """KVzip's are the target's own attention, which autocast is meant to round."""
+    """KVzip is left out: its scores are the target's own attention, which autocast is meant to round."""
     target = tiny_model()
     scorer, found = ALL[name](target), []
     for enabled in (False, True):
@@ -73,7 +73,7 @@ def test_hidden_state_heads_and_moments_compute_in_float32_under_autocast():
 
 
 def test_a_mapper_tells_scores_apart_under_autocast():
-    """The linear path and a prior of -6 in bfloat16 would be numbers 1/32 apart."""
+    """In bfloat16, the linear path with a prior of -6 would give numbers 1/32 apart."""
     mapper = random_mapper(window=512)
     mapper.heads.bias.data.fill_(-6.0)
     features = torch.randn(1, 7, 900)

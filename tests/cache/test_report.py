@@ -20,7 +20,7 @@ def report(**kwargs):
     return CacheReport(**values | kwargs)
 
 
-def test_a_report_for_people():
+def test_a_report_prints_tokens_bytes_seconds_and_devices():
     assert str(report()) == (
         "tokens   1000 seen, 30.0 % of their KV pairs kept\n"
         "KV       19.2 MB of 64.0 MB, peak 70.5 MB\n"
@@ -35,5 +35,5 @@ def test_a_report_for_people():
     assert "100.0 %" in str(report(seen_tokens=[], kept_tokens=[]))
 
 
-def test_a_report_for_programs():
+def test_a_report_survives_json():
     assert json.loads(json.dumps(report().to_dict()))["kept_tokens"] == [[[250, 350], [300, 300]]]

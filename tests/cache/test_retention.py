@@ -127,7 +127,7 @@ def test_a_policy_survives_json():
     assert RetentionPolicy(**json.loads(json.dumps(policy.to_dict()))) == policy
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numbers_of_numpy_become_pythons():
     counts = RetentionPolicy(0.5, sink_tokens=np.int64(1), recent_tokens=np.int64(2), min_context=np.int64(3))
     assert RetentionPolicy(**json.loads(json.dumps(counts.to_dict()))) == counts
     policy = RetentionPolicy(np.float64(0.25), protected=[(np.int64(1), np.int64(4))])

@@ -53,7 +53,7 @@ def kept(cache, row=0):
 
 
 def log_events(monkeypatch, target):
-    """Names of what happens, in order."""
+    """A list to which the proxy's pass and the target's prefill add their names as they end, and the hook's handle."""
     from proxykv_hf.scorers import proxy as module
 
     extract, events = module.proxy_features, []
@@ -69,7 +69,7 @@ def log_events(monkeypatch, target):
 
 
 def run_until_cancelled(monkeypatch):
-    """Have the proxy run until it is told to stop; the event that says it has."""
+    """Make the proxy run until it is cancelled. The event that is returned is set when it has stopped."""
     from proxykv_hf.scorers import proxy as module
 
     stopped = threading.Event()
@@ -88,13 +88,13 @@ def run_until_cancelled(monkeypatch):
 @pytest.mark.parametrize(
     ("schedule", "order"), [("proxy_first", ["proxy", "target"]), ("sequential", ["target", "proxy"])]
 )
-def test_a_schedule_is_an_order(target, scorer, schedule, order, monkeypatch):
+def test_a_schedule_decides_which_model_runs_first(target, scorer, schedule, order, monkeypatch):
     events, handle = log_events(monkeypatch, target)
     with ProxyPrunedCache(target, scorer, POLICY, schedule=schedule) as cache:
         cache.prefill(random_ids(1, TOKENS))
         assert events == order
         cache.reset()
-        call_forward(target, input_ids=random_ids(1, TOKENS), cache=cache)  # where the end is not known
+        call_forward(target, input_ids=random_ids(1, TOKENS), cache=cache)  # the prompt's end is not known here
         cache.report()
         assert events == order * 2
     handle.remove()
@@ -141,7 +141,7 @@ def test_all_schedules_keep_the_same(target, scorer, allocation):
         assert size == found[0][3]
 
 
-def test_the_full_cache_never_exists_where_the_proxy_is_first():
+def test_the_full_cache_never_exists_if_the_proxy_runs_first():
     target = tiny_model("qwen2", 3, layers=12)
     proxy = tiny_model("qwen2", 1, layers=2).model
     scorer = ProxyScorer(proxy, make_mapper(target, proxy))
@@ -157,13 +157,13 @@ def test_the_full_cache_never_exists_where_the_proxy_is_first():
 
 
 def test_what_a_proxy_holds_at_once_is_counted_together(target):
-    """Scores of all rows, beside what the last and longest of them needs."""
+    """The scores of all rows are held beside what the longest row needs."""
     ids, mask = pad_left([random_ids(1, TOKENS)[0], random_ids(1, 41)[0]])
     proxy = tiny_model("qwen2", 1, layers=2).model
     recipe = FeatureRecipe(("reconstruction",), 2)
     scores = 4 * 3 * 2 * TOKENS
     states = 4 * 2 * 2 * 2 * 8 * TOKENS  # K and V
-    own = features = 4 * 2 * 2 * TOKENS  # the proxy's KVzip scores, and what is made of them
+    own = features = 4 * 2 * 2 * TOKENS  # the proxy's KVzip scores, and the features made of them
     for scorer, expected in (
         (ProxyScorer(proxy, make_mapper(target, proxy, recipe)), 2 * scores + features + states + own),
         (StaticAlignmentScorer(proxy, tiny_tokenizer()), 2 * scores + states + own + scores),
@@ -177,8 +177,8 @@ def test_what_a_proxy_holds_at_once_is_counted_together(target):
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_scores_that_arrive_in_the_midst_prune_from_there_on(kind, ready_after, allocation, padded):
-    """The same as pruning at the end, whichever layer is being computed when the scores arrive."""
+def test_scores_that_arrive_during_the_prefill_prune_every_layer(kind, ready_after, allocation, padded):
+    """The result equals pruning at the end, whichever layer is being computed when the scores arrive."""
 
     class Late(FixedScorer):
         def begin(self, request):
@@ -215,7 +215,7 @@ def test_scores_that_arrive_in_the_midst_prune_from_there_on(kind, ready_after, 
     assert early.seconds["prune"] > 0
 
 
-def test_with_the_mixin_the_end_is_known(target, scorer):
+def test_with_the_mixin_layers_are_pruned_during_the_prefill(target, scorer):
     model = with_proxykv(target)
     config = ProxyKVConfig(scorer=scorer, policy=POLICY, schedule="proxy_first")
     out = model.generate(
@@ -234,7 +234,7 @@ def test_two_models_on_the_same_cores_take_turns_by_default(target, scorer, thre
         assert cache._prefill.schedule == schedule
 
 
-def test_another_schedule_is_refused(target, scorer):
+def test_an_unknown_schedule_is_refused(target, scorer):
     with pytest.raises(InvalidInputError, match=r"schedule: expected one of overlap, proxy_first, sequential, got 'x'"):
         ProxyPrunedCache(target, scorer, POLICY, schedule="x")
 
@@ -286,7 +286,7 @@ def test_a_proxy_without_memory_beside_the_target_runs_after_it(target, scorer, 
             large = torch.ones(1000)
             left.append(weakref.ref(large))
             raise torch.OutOfMemoryError("CUDA out of memory")
-        assert [ref() for ref in left] == [None]  # what the first had made would be in its way
+        assert [ref() for ref in left] == [None]  # the tensors of the failed run are freed
         return extract(*args, **kwargs)
 
     monkeypatch.setattr(module, "proxy_features", crowded)
@@ -320,7 +320,7 @@ def test_an_interrupt_while_the_proxy_runs_first_stops_it(target, scorer, monkey
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_chunk_that_is_known_to_be_one_starts_no_proxy(target, scorer, schedule, monkeypatch):
+def test_no_proxy_runs_over_a_chunk_that_is_known_to_be_only_a_part(target, scorer, schedule, monkeypatch):
     from proxykv_hf.scorers import proxy as module
 
     extract, passes = module.proxy_features, []
@@ -352,13 +352,13 @@ def test_a_timeout_is_not_counted_twice(target, scorer, monkeypatch):
     cache = ProxyPrunedCache(target, scorer, POLICY, timeout=0.5, schedule="proxy_first")
     with cache, pytest.warns(ProxyKVWarning, match=r"not there after 0.5 s"):
         cache.prefill(random_ids(1, TOKENS))
-    assert waits == [0.5, 0.0]  # all of it before the target's prefill, so nothing after
+    assert waits == [0.5, 0.0]  # all of it was used before the target's prefill
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 @pytest.mark.parametrize(("schedule", "reserved"), [("proxy_first", True), ("sequential", False)])
 def test_what_is_kept_is_allocated_before_the_activations(target, scorer, allocation, schedule, reserved, monkeypatch):
-    """All layers' at once where the scores come first; else each layer's alone, so that no more is held beside it."""
+    """If the scores come first, all layers are allocated at once. Else only one is, so that less is held beside it."""
     rooms = []
     prune = Pruner.prune
 
@@ -377,8 +377,8 @@ def test_what_is_kept_is_allocated_before_the_activations(target, scorer, alloca
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_room_is_made_where_each_layer_computes(ragged):
-    """Of a model on two devices, layers 0, 1 and 3 on one and 2 and 4 on the other; one layer is not known."""
+def test_storage_is_reserved_on_each_layers_device(ragged):
+    """Layers 0 and 3 are on one device, layers 2 and 4 on another, and the device of layer 1 is not known."""
     cpu, other = torch.device("cpu"), torch.device("meta")
     devices, asked = [cpu, None, other, cpu, other], []
     pruner = Pruner(torch.ones(1, 5, 2, 9, dtype=torch.bool), torch.zeros(1, dtype=torch.long), ragged, range(5))
@@ -399,7 +399,7 @@ def test_room_is_made_where_each_layer_computes(ragged):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_where_each_layer_computes_is_asked_of_the_target(kind):
+def test_the_devices_of_the_layers_are_found_in_the_target(kind):
     target = tiny_model(kind, layers=4)
     full = [index for index, layer in enumerate(target.model.layers) if kind == "llama" or index % 2]
     target.model.layers[3].to("meta")
@@ -419,8 +419,8 @@ def test_a_cache_that_is_dropped_stops_its_lane(target, scorer, monkeypatch):
     assert stopped.wait(10)
 
 
-def test_keys_that_never_came_to_an_attention_are_forgotten(target):
-    """An interrupt between a layer's update and its attention concerns no later forward."""
+def test_keys_that_no_attention_received_are_forgotten(target):
+    """An interrupt between a layer's update and its attention must not affect a later forward."""
     for use in ("reset", "close", "drop"):
         cache = ProxyPrunedCache(target, FixedScorer(random_scores(target, 1, TOKENS)), POLICY)
         cache.prefill(random_ids(1, TOKENS))
@@ -450,8 +450,8 @@ def test_keys_that_never_came_to_an_attention_are_forgotten(target):
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_after_scoring_that_failed_strictly_a_whole_cache_goes_on(kind, allocation):
-    """Nothing of the prefill is left to prune it in the midst of a later forward, nor to hold its activations."""
+def test_a_whole_cache_is_usable_after_scoring_failed_strictly(kind, allocation):
+    """Nothing of the prefill is left that prunes the cache in a later forward, or that keeps its activations."""
 
     class FailsOnce(FixedScorer):
         fails = True

@@ -39,7 +39,7 @@ def test_an_empty_cache_is_not_saved(tmp_path):
 @pytest.mark.parametrize("state", ["whole", "pruned"])
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_a_saved_cache_goes_on_where_it_was(tmp_path, kind, allocation, state):
+def test_a_saved_cache_continues_where_it_was(tmp_path, kind, allocation, state):
     model = tiny_model(kind)
     ids, new = random_ids(2, 40), random_ids(2, 4, seed=3)
     scorer = FixedScorer(random_scores(model, 2, 40))
@@ -85,7 +85,7 @@ def test_a_saved_cache_takes_the_dtype_of_the_model_that_loads_it(tmp_path, kind
         torch.testing.assert_close(logits, expected, atol=0.5, rtol=0.1)
 
 
-def test_saving_over_an_older_one_replaces_it(tmp_path):
+def test_saving_replaces_an_older_file(tmp_path):
     model = tiny_model()
     for tokens in (20, 40):
         with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
@@ -98,7 +98,7 @@ def test_saving_over_an_older_one_replaces_it(tmp_path):
             loaded.prefill(random_ids(1, 5))
 
 
-def test_a_failed_save_leaves_the_older_one(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_the_older_file(tmp_path, monkeypatch):
     from proxykv_hf.cache import snapshot
 
     model = tiny_model()
@@ -117,7 +117,7 @@ def test_a_failed_save_leaves_the_older_one(tmp_path, monkeypatch):
     assert (tmp_path / FILE_NAME).read_bytes() == before
 
 
-def test_what_cannot_be_loaded_says_why(tmp_path):
+def test_a_missing_foreign_or_damaged_file_is_refused_with_the_reason(tmp_path):
     model = tiny_model()
     with pytest.raises(FileNotFoundError, match=r"as cache.save\(folder\) writes it"):
         ProxyPrunedCache.load(tmp_path, target=model)

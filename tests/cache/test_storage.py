@@ -43,7 +43,7 @@ def test_a_small_part_of_a_large_tensor_does_not_hold_it():
     assert storage_bytes(list(storage.tensors())) == 2 * 3 * 3 * (4 + 6) * 4
 
 
-def test_autograd_is_left_behind():
+def test_stored_tensors_need_no_gradient():
     keys, values = states()
     storage = DenseStorage(keys.requires_grad_(), values)
     assert not storage.keys.requires_grad
@@ -108,7 +108,7 @@ def test_ragged_storage_holds_each_head_exactly():
     assert torch.equal(storage.values, values[[2, 0], :, 10:])
 
 
-def test_what_is_given_in_inference_mode_is_made_writable():
+def test_tensors_from_inference_mode_are_made_writable():
     with torch.inference_mode():  # one head: contiguous already, so nothing else would copy it
         storage = DenseStorage(*states(heads=1))
     storage.crop(2)
@@ -117,7 +117,7 @@ def test_what_is_given_in_inference_mode_is_made_writable():
 
 
 @pytest.mark.parametrize("first", ["inference", "no_grad"])
-def test_what_was_stored_in_inference_mode_can_grow_outside_of_it(first):
+def test_a_storage_filled_in_inference_mode_can_grow_outside_of_it(first):
     mode = torch.inference_mode if first == "inference" else torch.no_grad
     with mode():
         storage = DenseStorage(*states())

@@ -1,4 +1,4 @@
-"""Features of the proxy against whole attention matrices and plain loops."""
+"""The features of the proxy, compared with whole attention matrices and plain loops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def log_scale(weights):
 
 
 def attention_twin(model, ids):
-    """Token by token, from the matrices of an eager forward: `[L * 3 * Q, n]`."""
+    """The attention features `[L * 3 * Q, n]`, token by token, from the matrices of an eager forward."""
     backend = model.config._attn_implementation
     model.set_attn_implementation("eager")
     matrices = call_forward(model, input_ids=ids, cache=DynamicCache(), output_attentions=True).attentions
@@ -90,7 +90,7 @@ def test_sources_combine_in_their_order():
     torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_hidden_alone_is_the_pass_and_nothing_quadratic(monkeypatch):
+def test_hidden_states_alone_compute_no_attention_features(monkeypatch):
     model = tiny_model(layers=3)
     monkeypatch.setattr(features, "received_attention", None)
     ids = random_ids(1, 30)
@@ -166,7 +166,7 @@ def test_wrong_recipes_say_what_is_wrong(arguments, message):
         FeatureRecipe(*arguments)
 
 
-def test_reconstruction_wants_a_tokenizer():
+def test_reconstruction_needs_a_tokenizer():
     with pytest.raises(InvalidInputError, match="give its tokenizer"):
         proxy_features(tiny_model().model, random_ids(1, 9)[0], FeatureRecipe(("reconstruction",), 3))
 

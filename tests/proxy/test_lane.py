@@ -40,7 +40,7 @@ def test_an_error_surfaces_with_its_own_traceback():
     assert "in deep" in "".join(traceback.format_exception(caught.value))
 
 
-def test_waiting_has_an_end():
+def test_waiting_ends_after_the_timeout():
     go = threading.Event()
     job = Lane(CPU).submit(lambda: go.wait(10))
     with pytest.raises(TimeoutError, match=r"after 0.01 s"):

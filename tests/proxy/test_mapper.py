@@ -1,4 +1,4 @@
-"""The mapper against a plain loop, its windows, its files, and its growth to other heads."""
+"""The mapper compared with a plain loop, its windows, its files, and new heads for another target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHIPPED = Path(__file__).resolve().parents[2] / "mappers" / "qwen2.5-coder"
 
 @torch.no_grad()
 def twin(model, features):
-    """Place by place and head by head, in one window: `[L, H, N]` of one row."""
+    """The scores `[L, H, N]` of one row, token by token and head by head, in one window."""
     sizes, (_, tokens) = model.config, features.shape
     standard = ((features - model.channel_mean[:, None]) / model.channel_std[:, None]).clamp(-8, 8)
     compressed = torch.stack([model.compress(standard[:, place]) for place in range(tokens)])
@@ -80,7 +80,7 @@ def test_a_mapper_equals_plain_loops(geometry, tokens):
 
 
 @pytest.mark.parametrize(("kernel", "head_tokens", "layers"), [(1, 1, 0), (3, 5, 1), (7, 2, 3)])
-def test_other_sizes(kernel, head_tokens, layers):
+def test_mappers_of_other_sizes_equal_plain_loops(kernel, head_tokens, layers):
     model = random_mapper(kernel_size=kernel, head_tokens=head_tokens, encoder_layers=layers)
     features = torch.randn(1, 7, 11)
     torch.testing.assert_close(model(features)[0], twin(model, features[0]), atol=2e-4, rtol=1e-4)
@@ -104,7 +104,7 @@ def test_windows_equal_one_window_away_from_seams():
     monolith = _at_wavelengths(model, features, 512)
     assert spans == [(0, 512), (448, 960), (788, 1300)]
     torch.testing.assert_close(windowed, monolith, atol=1e-2, rtol=0)
-    assert (windowed - monolith).abs().max() > 0  # the windows were there
+    assert (windowed - monolith).abs().max() > 0  # there were several windows
     short = features[..., :512]
     whole = _at_wavelengths(model, short, 512)
     model.config.window = 512
@@ -112,7 +112,7 @@ def test_windows_equal_one_window_away_from_seams():
 
 
 def test_a_shipped_mappers_seams_do_not_show():
-    """Against the same weights in one window: no further apart near a seam than elsewhere, and little anywhere."""
+    """Compared with the same weights in one window, scores differ little, and no more near a seam than elsewhere."""
     model = HybridAxialMapper.from_pretrained(SHIPPED).eval()
     noise = torch.randn(model.config.channels, 1300, generator=torch.Generator().manual_seed(0))
     features = model.channel_mean[:, None] + model.channel_std[:, None] * noise
@@ -125,7 +125,7 @@ def test_a_shipped_mappers_seams_do_not_show():
 
 
 def _at_wavelengths(model, features, window):
-    """One window of any length, with the positions of ``window``."""
+    """Scores from one window of any length, with the positions for windows of length ``window``."""
     plain = mapper._positions
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mapper, "_positions", lambda places, width, longest: plain(places, width, window))
@@ -133,7 +133,7 @@ def _at_wavelengths(model, features, window):
 
 
 def test_seams_sum_up_smoothly():
-    """Windows that say different things: the blend goes from one to the other in even steps."""
+    """If two windows disagree, the blend goes from one to the other in even steps."""
     spans = mapper._windows(56, 32, 8)
     assert spans == [(0, 32), (24, 56)]
     first, second = (mapper._seam_weight(start, stop, 56, 8) for start, stop in spans)
@@ -153,7 +153,7 @@ def test_windows_cover_everything(tokens):
     assert all(before[1] - after[0] >= 8 for before, after in itertools.pairwise(spans))
 
 
-def test_long_texts_never_make_a_square(monkeypatch):
+def test_a_long_text_is_encoded_in_windows_only(monkeypatch):
     model = random_mapper(channels=3, bottleneck=4, head_tokens=1, width=4, encoder_heads=1, encoder_layers=1)
     lengths = []
     encode = model._encode
@@ -164,7 +164,7 @@ def test_long_texts_never_make_a_square(monkeypatch):
     assert len(lengths) == math.ceil((20_000 - 32) / 24) + 1
 
 
-def test_a_seam_does_not_depend_on_time_blocks(monkeypatch):
+def test_scores_do_not_depend_on_time_blocks(monkeypatch):
     model = random_mapper()
     features = torch.randn(1, 7, 90)
     whole = model(features)
@@ -172,7 +172,7 @@ def test_a_seam_does_not_depend_on_time_blocks(monkeypatch):
     torch.testing.assert_close(model(features), whole)
 
 
-def test_a_fresh_mapper_answers_the_head_prior():
+def test_an_untrained_mapper_scores_about_the_head_prior():
     model = HybridAxialMapper(mapper_config(MIXED)).eval()
     prior = torch.randn(2, 3)
     model.set_head_prior(prior)
@@ -187,7 +187,7 @@ def test_a_fresh_mapper_answers_the_head_prior():
     torch.testing.assert_close(model.head_prior(), expected)
 
 
-def test_saved_and_loaded_it_says_the_same(tmp_path):
+def test_a_saved_mapper_scores_the_same_after_loading(tmp_path):
     model = random_mapper(MIXED)
     model.set_head_prior(torch.randn(2, 3))
     model.save_pretrained(tmp_path)
@@ -274,7 +274,7 @@ def test_a_config_survives_json(tmp_path):
         assert after.mapper_version == 1
 
 
-def test_other_heads_are_new_queries_and_nothing_else():
+def test_resizing_replaces_the_target_heads_and_nothing_else():
     model = random_mapper()
     features = torch.randn(1, 7, 40)
     with torch.no_grad():
@@ -337,7 +337,7 @@ def test_wrong_sizes_say_what_is_wrong(sizes, message):
         mapper_config(**sizes)
 
 
-def test_an_empty_config_is_one_but_makes_no_mapper():
+def test_an_empty_config_is_valid_but_makes_no_mapper():
     with pytest.raises(InvalidInputError, match="target_geometry: expected a dict, got None"):
         HybridAxialMapper(HybridAxialMapperConfig(channels=4))
     with pytest.raises(InvalidInputError, match="channels: expected C of the feature recipe, got 0"):

@@ -1,4 +1,4 @@
-"""A small model scores for a large one: through a random mapper, since what is tested is the way."""
+"""A small model scores for a large one. The mapper is random: the tests are about the way from prompt to scores."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def kept(cache, row=0):
     return [[head.tolist() for head in cache.kept_indices(layer, row)] for layer in cache.geometry.full_layers]
 
 
-def test_scores_are_the_mappers_of_the_proxys_features(target, proxy, scorer):
+def test_scores_are_what_the_mapper_makes_of_the_proxys_features(target, proxy, scorer):
     ids = random_ids(1, TOKENS)
     with ProxyPrunedCache(target, scorer, POLICY) as cache:
         scores = cache.prefill(ids)["proxykv"]
@@ -113,7 +113,7 @@ def test_the_proxy_runs_while_the_target_prefills(target, scorer, monkeypatch):
     monkeypatch.setattr(module, "proxy_features", slow)
     ids = random_ids(1, TOKENS)
     with ProxyPrunedCache(target, scorer, POLICY, schedule="overlap") as cache:
-        call_forward(target, input_ids=ids, cache=cache)  # over, and the proxy is still waiting
+        call_forward(target, input_ids=ids, cache=cache)  # it is over, and the proxy still waits
         assert in_lane.wait(30)
         assert not cache._prefill._runs["proxykv"].ready()
         go.set()
@@ -147,7 +147,7 @@ def test_features_are_gone_after_finish_on_success_and_on_failure(target, scorer
         assert alive == []
 
 
-def test_faults_of_the_proxy_are_uncompressed_with_one_warning(target, scorer, monkeypatch):
+def test_an_error_in_the_proxy_leaves_the_cache_uncompressed_with_one_warning(target, scorer, monkeypatch):
     from proxykv_hf.scorers import proxy as module
 
     def out_of_memory(*args, **kwargs):
@@ -166,7 +166,7 @@ def test_faults_of_the_proxy_are_uncompressed_with_one_warning(target, scorer, m
         cache.prefill(random_ids(1, TOKENS))
 
 
-def test_waiting_has_an_end(target, scorer, monkeypatch):
+def test_waiting_for_the_proxy_ends_after_the_timeout(target, scorer, monkeypatch):
     from proxykv_hf.scorers import proxy as module
 
     def forever(*args, **kwargs):
@@ -182,7 +182,7 @@ def test_waiting_has_an_end(target, scorer, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "asked"), [("proxykv", 2 + 2), ("static_alignment", 2 + 2)])
 def test_cancelled_work_stops_at_the_next_layer(target, proxy, kind, asked, monkeypatch):
-    """In the pass over the prompt and in the repetition: `cancel` waits for at most one layer, and for the mapper."""
+    """In the pass over the prompt and in the repetition, `cancel` waits for at most one layer, and for the mapper."""
     recipe = FeatureRecipe(("hidden", "reconstruction"), 2, (1,))
     scorer = {
         "proxykv": lambda: ProxyScorer(proxy, make_mapper(target, proxy, recipe), tokenizer=tiny_tokenizer()),
@@ -214,7 +214,7 @@ def test_cancelled_work_stops_at_the_next_layer(target, proxy, kind, asked, monk
     assert [run(stop_at) for stop_at in range(asked + 1)] == [True] * asked + [False]
 
 
-def test_what_can_be_refused_is_refused_before_the_prefill(target, proxy, scorer):
+def test_prompts_and_models_that_do_not_fit_are_refused_before_the_prefill(target, proxy, scorer):
     calls = []
     handle = target.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(None))
     other = tiny_model("llama", 1, layers=2)
@@ -351,7 +351,7 @@ def test_a_proxy_that_repeats_takes_the_targets_tokenizer_where_it_has_none(targ
 
 
 def test_first_layers_compute_as_the_target_does():
-    """With Gemma 2's cap on logits, which torch's fused attention leaves out, even while a cache is open."""
+    """Gemma 2 has a cap on logits, which torch's fused attention leaves out. An open cache must not change this."""
     target = tiny_model("gemma2", 2, attention="eager")
     assert first_layers(target, 2).config._attn_implementation == target.config._attn_implementation == "eager"
     with ProxyPrunedCache(target, RandomScorer(), POLICY) as cache:
@@ -370,7 +370,7 @@ def test_a_proxy_on_disk_that_lacks_weights_is_refused(proxy, tmp_path):
     assert cut.config.num_hidden_layers == 1
 
 
-def test_first_layers_that_cannot_be_shared_say_so(target):
+def test_first_layers_that_cannot_be_shared_are_refused(target):
     mapper = make_mapper(target, first_layers(target, 2), proxy_id=SELF_PROXY)
 
     class Wrapped(torch.nn.Module):
@@ -390,7 +390,7 @@ def test_first_layers_that_cannot_be_shared_say_so(target):
 
 
 def test_first_layers_stay_where_the_target_has_them(target, monkeypatch):
-    monkeypatch.setattr(type(target), "device", torch.device("meta"))  # one of several
+    monkeypatch.setattr(type(target), "device", torch.device("meta"))  # as a model on several devices may say
     cut = first_layers(target, 2)
     assert {id(parameter) for parameter in cut.parameters()} <= {id(parameter) for parameter in target.parameters()}
     assert {tensor.device for tensor in (*cut.parameters(), *cut.buffers())} == {torch.device("cpu")}

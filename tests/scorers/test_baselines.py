@@ -1,4 +1,4 @@
-"""H2O, StreamingLLM and expected attention against plain loops in float64; and what all that observe must hold to."""
+"""H2O, StreamingLLM and expected attention compared with plain loops, and the rules for all observing scorers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 class Spy:
-    """Another scorer, whose scores are kept to look at."""
+    """Wraps a scorer, and keeps its scores in ``scores``."""
 
     def __init__(self, scorer):
         self.scorer, self.name, self.observes, self.scores = scorer, scorer.name, scorer.observes, None
@@ -60,7 +60,7 @@ class Spy:
 
 
 def scores_of(model, scorer, ids, mask=None, chunks=(), **kwargs):
-    """`[R, L, H, P]`, of a prompt that comes at once or in chunks that end before these columns."""
+    """Scores `[R, L, H, P]` of a prompt that comes at once, or in chunks that end before the columns ``chunks``."""
     spy = Spy(scorer)
     with ProxyPrunedCache(model, spy, POLICY, tokenizer=tiny_tokenizer(), strict=True, **kwargs) as cache:
         if not chunks:
@@ -82,7 +82,7 @@ def full_layers(model):
 
 
 def causal_loops(query, key, scaling, softcap):
-    """Attention weights `[Q][q][N]` in Python's own numbers."""
+    """Attention weights `[Q][q][N]`, computed with Python's floats."""
     group = len(query) // len(key)
     matrices = []
     for head, rows in enumerate(query.double().tolist()):
@@ -140,7 +140,7 @@ def test_any_budget_of_h2o_is_the_latest_and_the_heaviest(share):
                 for latest, heaviest in splits
                 if ours == set(range(19 - latest, 19)) | set(heavy[:heaviest])
             ]
-            # The two parts stand to each other as the shares do, but for the one token that is next.
+            # The sizes of the two parts have the ratio of the shares, up to one token.
             assert any(abs(latest * (1 - share) - heaviest * share) < 1 for latest, heaviest in fitting), (head, size)
 
 
@@ -183,7 +183,7 @@ def test_streaming_llm_keeps_sinks_and_the_latest():
 
 
 def turned(vector, position, theta, size):
-    """RoPE of a list of numbers, the two halves paired."""
+    """RoPE of a list of numbers, whose two halves are paired."""
     half, out = size // 2, [0.0] * size
     for i in range(half):
         angle = position * theta ** (-2 * i / size)
@@ -193,7 +193,7 @@ def turned(vector, position, theta, size):
 
 
 def expected_attention_loops(queries, keys, values, theta, scaling, future, sinks, epsilon):
-    """One layer's scores, from queries before RoPE `[Q, n, D]` and rotated keys `[H, n, D]`; in float64."""
+    """One layer's scores in float64, from queries before RoPE `[Q, n, D]` and keys after RoPE `[H, n, D]`."""
     heads, tokens, size = keys.shape
     group = len(queries) // heads
     unit = torch.eye(size, dtype=torch.float64)
@@ -226,7 +226,7 @@ def expected_attention_loops(queries, keys, values, theta, scaling, future, sink
 
 
 def queries_before_rope(model, ids):
-    """By layer, `[Q, n, D]`, from the projections themselves."""
+    """Each layer's queries `[Q, n, D]`, read from its projection, and each layer's K and V."""
     found, handles = [], []
     for layer in model.model.layers:
         module = getattr(layer.self_attn, "q_norm", None) or layer.self_attn.q_proj
@@ -263,7 +263,7 @@ def test_expected_attention_equals_plain_loops(kind, group, sinks, epsilon, futu
 
 @pytest.mark.parametrize("group", [1, 3, 7])
 def test_expected_weights_are_the_mean_of_exponentials(group):
-    """Against what the closed form stands for: the mean of exp(q'k) over very many Gaussian queries."""
+    """The closed form is compared with the mean of exp(q'k) over very many Gaussian queries."""
     generator = torch.Generator().manual_seed(group)
     keys = torch.randn(2, 5, 4, generator=generator)
     mean, root = torch.randn(2 * group, 4, generator=generator), torch.randn(2 * group, 4, 4, generator=generator) / 2
@@ -274,7 +274,7 @@ def test_expected_weights_are_the_mean_of_exponentials(group):
     torch.testing.assert_close(ours, drawn, atol=2e-2, rtol=0)
 
 
-def test_expected_attention_of_a_prompt_of_sinks_keeps_them():
+def test_expected_attention_gives_sink_tokens_infinite_scores():
     scores = scores_of(tiny_model(), ExpectedAttentionScorer(8), *pad_left([random_ids(1, n)[0] for n in (3, 9)]))
     assert scores[0].isinf().all()
     assert scores[1, :, :, :4].isinf().all()
@@ -297,7 +297,7 @@ def test_snapkv_votes_as_plain_loops_do(dtype, group):
 
 
 @pytest.mark.parametrize("group", [1, 3, 7])
-def test_random_scores_are_uniform_and_know_nothing_of_query_heads(group):
+def test_random_scores_are_uniform_and_do_not_depend_on_query_heads(group):
     scores = scores_of(tiny_model("llama", group), RandomScorer(5), random_ids(1, 700))
     assert torch.equal(scores, scores_of(tiny_model("llama", 2), RandomScorer(5), random_ids(1, 700)))
     shares = torch.histc(scores, 10, 0, 1) / scores.numel()
@@ -305,7 +305,7 @@ def test_random_scores_are_uniform_and_know_nothing_of_query_heads(group):
     assert scores.flatten().unique().numel() > 0.99 * scores.numel()
 
 
-# ---------------------------------------------------------------- un-rotating
+# ---------------------------------------------------------------- undoing the rotation
 
 
 @pytest.mark.parametrize("name", [*sorted(set(WORKING) - {"gpt2"}), "llama3", "yarn"])
@@ -348,14 +348,14 @@ def test_undone_queries_are_those_before_the_rotation(name, monkeypatch):
         assert not torch.allclose(moved[:, 1:], original[:, 1:], atol=1e-3)
 
 
-def test_angles_are_where_the_layer_is():
-    """Of a model spread over devices the embedding answers on its own."""
+def test_angles_are_on_the_layers_device():
+    """In a model on several devices, the embedding returns angles on its own device."""
     rotary = Rotary.of(tiny_model())
     rotary._embedding = lambda like, positions, **_: (torch.ones(1, 3, 8), torch.ones(1, 3, 8))
     assert {angles.device.type for angles in rotary._angles(0, torch.zeros(3, device="meta"))} == {"meta"}
 
 
-def test_a_layer_that_turns_nothing_is_left_alone():
+def test_a_layer_that_rotates_nothing_is_left_alone():
     model = WORKING["cohere2"]()  # rotary positions in its sliding windows only
     rotary = Rotary.of(model)
     states = torch.randn(4, 3, 8)
@@ -364,7 +364,7 @@ def test_a_layer_that_turns_nothing_is_left_alone():
 
 
 class OwnAttention(LlamaAttention):
-    """Turns queries as Llama does, in a file whose function of that name does something else."""
+    """Rotates queries as Llama does, but its file has an ``apply_rotary_pos_emb`` that does something else."""
 
 
 def apply_rotary_pos_emb(query, key, cos, sin):
@@ -393,7 +393,7 @@ def test_models_whose_positions_cannot_be_undone_are_refused_before_the_prefill(
     assert snapshot(model) == before
 
 
-# ---------------------------------------------------------------- all that observe
+# ---------------------------------------------------------------- all observing scorers
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
@@ -415,7 +415,7 @@ def test_rows_of_a_padded_batch_are_scored_as_alone(kind, name):
 @pytest.mark.parametrize("chunks", [(25,), (7, 9, 38)])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_prompt_in_chunks_is_scored_as_one(kind, chunks, name):
-    """Padded, so that in the first chunk a row may be nothing but padding."""
+    """The batch is padded, so that a row may be nothing but padding in the first chunk."""
     model = tiny_model(kind)
     ids, mask = pad_left([random_ids(1, n, seed=n)[0] for n in (40, 22)])
     whole = scores_of(model, OBSERVERS[name](model), ids, mask)
@@ -438,7 +438,7 @@ def test_half_precision_scores_about_as_float32(name):
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_drafts_of_assisted_decoding_are_not_the_prompts(name):
+def test_drafts_of_assisted_decoding_do_not_change_the_scores(name):
     model = tiny_model()
     ids = random_ids(1, 8).repeat(1, 5)
     kept = []
@@ -474,7 +474,7 @@ def test_the_model_is_left_as_it_was(name):
 
 
 @pytest.mark.parametrize("make", [*OBSERVERS.values(), lambda model: StreamingLLMScorer()])
-def test_they_follow_the_protocol(make):
+def test_observers_and_streaming_llm_follow_the_protocol(make):
     scorer = make(tiny_model())
     assert isinstance(scorer, Scorer)
     assert scorer.name.isidentifier()
@@ -498,7 +498,7 @@ def test_wrong_settings_are_refused(make):
 
 @pytest.mark.parametrize("shift", [0.0, 1e3])
 @pytest.mark.parametrize("parts", [(1,), (4, 1, 12)])
-def test_moments_put_together_are_those_of_all(parts, shift):
+def test_added_moments_are_those_of_all_vectors(parts, shift):
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(3, n, 5, generator=generator) + shift for n in parts]
     moments = Moments.of(vectors[0])
@@ -516,7 +516,7 @@ def test_moments_put_together_are_those_of_all(parts, shift):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["h2o", "expected_attention"])
 def test_copies_are_folded_once_until_a_chunk_tells_them_apart(name, padded, chunks, monkeypatch):
-    """Six batch rows: two prompts that part at column 20, the first of them three times over, and another one."""
+    """Six batch rows: a prompt three times, a prompt that differs from it from column 20 on twice, and another one."""
     model, folds = tiny_model(), []
     for kind in ObservingRun.__subclasses__():
 
@@ -530,7 +530,7 @@ def test_copies_are_folded_once_until_a_chunk_tells_them_apart(name, padded, chu
     rows = [one, parted, one, other, one, parted]
     ids, mask = pad_left([row[5:] if padded and row is other else row for row in rows])
     ours = scores_of(model, OBSERVERS[name](model), ids, mask if padded else None, chunks)
-    together = sum(stop <= 20 for stop in chunks)  # chunks in which the two are one
+    together = sum(stop <= 20 for stop in chunks)  # chunks in which the first two prompts are the same
     assert len(folds) == 3 * (2 * together + 3 * (len(chunks) + 1 - together))
     for place, row in enumerate((one, parted, other[5:] if padded else other)):
         alone = scores_of(model, OBSERVERS[name](model), row[None], chunks=[stop - 40 + len(row) for stop in chunks])

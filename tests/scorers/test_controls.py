@@ -32,11 +32,11 @@ def test_static_alignment_is_the_proxys_kvzip_carried_over(group):
 
 
 def geometry(*sliding):
-    """Of as many layers as there are ``sliding``, each a window or not."""
+    """A geometry with one layer for each of ``sliding``, which says whether the layer has a sliding window."""
     return ModelGeometry(len(sliding), 4, 8, 8, tuple(16 if window else None for window in sliding))
 
 
-def test_maps_of_layers_and_heads():
+def test_layers_and_heads_are_mapped_in_proportion():
     target, proxy = geometry(0, 0, 0, 0), geometry(0, 0, 0)
     scores = torch.arange(6.0).view(3, 2, 1)
     layers = proportional_layers(proxy, target)
@@ -69,7 +69,7 @@ def test_every_layer_of_full_attention_is_scored(kind):
         ([1, 2, 3], r"got the proxy's layers \[2\], which have a sliding window.*full attention: \[1, 3\]"),
     ],
 )
-def test_maps_that_do_not_suit_are_refused_before_the_prefill(layer_map, message):
+def test_layer_maps_that_do_not_fit_are_refused_before_the_prefill(layer_map, message):
     target, proxy, calls = tiny_model(), tiny_model("gemma3", layers=4), []
     target.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(None))
     scorer = StaticAlignmentScorer(proxy.model, tiny_tokenizer(), layer_map=layer_map)
@@ -100,8 +100,8 @@ def test_the_head_prior_fills_the_best_heads_first():
 
 
 @pytest.mark.parametrize("group", [1, 3, 7])
-def test_the_head_prior_is_one_number_a_head(group):
-    """Whatever the rows hold, also where some of their columns are padding."""
+def test_the_head_prior_is_one_number_per_head(group):
+    """The number is the same for all tokens of all rows, and for padding."""
     model, prior = tiny_model("qwen2", group), torch.tensor([[1.0, 5], [2, 0], [4, 3]])
     ids, mask = pad_left([random_ids(1, n)[0] for n in (17, 9)])
     with ProxyPrunedCache(model, HeadPriorScorer(prior), POLICY, strict=True) as cache:

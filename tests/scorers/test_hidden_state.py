@@ -1,4 +1,4 @@
-"""Linear heads on hidden states: what they predict, how they are fitted, kept, checked, and the script; tiny models."""
+"""Linear heads on hidden states: how they predict, how they are fitted, saved and checked, and the training script."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
 
 
 def attention_inputs(model, ids):
-    """By layer, `[n, hidden]`: the normalised states, from the states between the layers."""
+    """The normalised states `[n, hidden]` that enter each layer's attention, from the states between the layers."""
     states = model.model(ids, output_hidden_states=True).hidden_states
     return [layer.input_layernorm(state)[0] for layer, state in zip(model.model.layers, states, strict=False)]
 
@@ -57,7 +57,7 @@ def target(home):
 
 
 @pytest.mark.parametrize(("kind", "group"), [("llama", 1), ("qwen2", 7), ("qwen3", 3), ("gemma3", 2)])
-def test_scores_are_lines_on_what_enters_the_attention(kind, group):
+def test_scores_are_linear_in_what_enters_the_attention(kind, group):
     model = tiny_model(kind, group)
     heads, ids = random_heads(model), random_ids(1, 21)
     with ProxyPrunedCache(model, HiddenStateScorer(heads), POLICY, strict=True) as cache:
@@ -72,7 +72,7 @@ def test_scores_are_lines_on_what_enters_the_attention(kind, group):
 
 
 def vectors(count, channels, heads, seed=0):
-    """Channels of very unlike sizes, correlated, and scores that are about lines on them."""
+    """Correlated channels of very different sizes, and scores that are nearly linear in them."""
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(count, channels, generator=generator) @ torch.randn(channels, channels, generator=generator)
     x = mixed * 10 ** torch.linspace(-2, 2, channels) + 5
@@ -153,7 +153,7 @@ def test_trained_heads_agree_with_the_teacher_better_than_their_bias(home, targe
     assert found["head@0.3"] > blind["head@0.3"] + 0.1
 
 
-def test_training_wants_two_documents(home, target):
+def test_training_needs_two_documents(home, target):
     for count in (0, 1):
         with pytest.raises(InvalidInputError, match=f"expected at least 2 scored documents to train on, got {count}"):
             train(target, list(load_shards(home / "teacher"))[:count], target_id="org/tiny")
@@ -246,7 +246,7 @@ def test_heads_of_a_newer_format_warn(tmp_path):
 
 
 def test_the_shipped_heads_are_of_the_mappers_target():
-    """And their card says what they are."""
+    """Their card has the right numbers, too."""
     folder = Path(__file__).resolve().parents[2] / "mappers" / "qwen2.5-coder-hidden_state"
     heads = HiddenStateScorer.from_pretrained(folder).heads
     mapper = json.loads((folder.parent / "qwen2.5-coder" / "config.json").read_text())
@@ -261,7 +261,7 @@ def test_the_shipped_heads_are_of_the_mappers_target():
 
 
 def held_out(folder, home):
-    """A copy of the shards' folder whose second shard says that it is held out."""
+    """A copy of the shards' folder whose second shard is marked as held out."""
     from proxykv_hf.training.shards import ShardFolder, read_manifest
 
     manifest = read_manifest(home / "teacher")

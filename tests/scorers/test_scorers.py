@@ -1,4 +1,4 @@
-"""Scorers against slow, plain twins."""
+"""Scorers compared with slow, plain versions of themselves."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_kvzip_scores_rows_of_a_padded_batch_as_alone():
 
 
 def test_kvzip_knows_the_positions_that_a_padded_prefill_used():
-    """A bare forward counts padding in its positions; generate and prefill do not."""
+    """A forward without position ids counts padding in its positions; generate and prefill do not."""
     model = tiny_model()
     row = random_ids(1, 30)[0]
     ids, mask = pad_left([row, random_ids(1, 44, seed=1)[0]])
@@ -152,7 +152,7 @@ def test_observers_see_queries_keys_and_what_entered_the_attention(kind):
         call_forward(model, input_ids=ids[:, 20:], cache=cache)
         report = cache.report()
         full = list(cache.geometry.full_layers)
-        call_forward(model, input_ids=ids[:, :1], cache=cache)  # no prefill any more
+        call_forward(model, input_ids=ids[:, :1], cache=cache)  # the prefill is over
     for handle in handles:
         handle.remove()
     assert watcher.events == ["begin", "finish"]
