@@ -40,16 +40,17 @@ class ModelGeometry:
     def from_config(cls, config: PreTrainedConfig, *, may_be_bounded: bool = False) -> ModelGeometry:
         """Read the geometry from a model's config.
 
-        A sliding window that is not smaller than the model's positions is full attention (Phi-3.5-mini, Phi-4-mini).
+        A sliding window of at least as many tokens as the model has positions counts as full attention (Phi-3.5-mini,
+        Phi-4-mini).
 
         Args:
-            config: The model's.
-            may_be_bounded: Whether a model is accepted whose layers all have sliding windows, so that its cache is
-                bounded and nothing of it is pruned.
+            config: The model's config.
+            may_be_bounded: Whether to accept a model whose layers all have sliding windows. Its cache is bounded
+                already, so nothing of it is pruned.
 
         Raises:
             UnsupportedModelError: The model is an encoder-decoder, its cache is not plain K and V (recurrent,
-                convolutional, compressed), or it has no full-attention layer.
+                convolutional, compressed), or it has no full-attention layer and ``may_be_bounded`` is false.
         """
         try:
             geometry = cls._read(config)

@@ -1,4 +1,4 @@
-"""Sliding windows that are none, and models whose layers all have a real one."""
+"""Sliding windows that are as large as all positions, and models whose layers all have a real sliding window."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from proxykv_hf import (
 from proxykv_hf._compat import call_forward
 
 TOKENS = 40
-#: What makes the models small; everything else is as in the released configs.
+#: The fields that make the models small. All other fields are those of the released configs.
 SMALL = {
     "vocab_size": 260,
     "hidden_size": 64,

@@ -83,7 +83,7 @@ class _Attachment:
 
     @classmethod
     def of(cls, model: nn.Module) -> _Attachment | None:
-        """The attachment of a model whose attention is in use."""
+        """A model's attachment, or None while no share uses the model's attention."""
         return cls._of_model.get(model)
 
     @classmethod
@@ -99,7 +99,7 @@ class _Attachment:
                     return attachment
 
     def _set(self, config: Any, name: str) -> None:
-        """Have a config name our function for the back end ``name``."""
+        """Make a config name our function for the back end ``name``, which is registered if it is new."""
         if name not in self._backends:
             if not self._names[name]:
                 register_attention(PREFIX + name, attention_function(name), like=name)
@@ -108,10 +108,10 @@ class _Attachment:
         set_attention_name(config, PREFIX + name)
 
     def follow(self) -> None:
-        """Take over an attention implementation that somebody has set since the last forward.
+        """Replace an attention implementation that somebody has set since the last forward.
 
         Raises:
-            UnsupportedModelError: It is none that a cache can take part in.
+            UnsupportedModelError: A cache cannot take part in this implementation.
         """
         for place, (config, saved) in enumerate(self._saved):
             if attention_name(config) != PREFIX + saved:

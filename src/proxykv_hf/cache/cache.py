@@ -49,9 +49,9 @@ class ProxyPrunedCache(PrunableCache):
         tokenizer: The target's tokenizer, for scorers that need one.
         context: The part of the prompt that may be evicted: one span ``(start, stop)`` for all rows or one per row, in
             the row's own positions (padding is not counted). By default the whole prompt. Tokens outside the context
-            are always kept, and the budget is a share of the context alone.
-        strict: If true, an error is raised when scoring fails. If false, the cache stays uncompressed and a
-            `ProxyKVWarning` tells why.
+            are always kept and do not count towards the budget.
+        strict: If true, an error is raised when scoring fails, or if the target has sliding-window layers only. If
+            false, the cache then stays uncompressed, and a `ProxyKVWarning` tells why.
         timeout: Seconds to wait for scores, before and after the target's prefill together; None waits as long as it
             takes. When the time is over, scoring has failed. The proxy still finishes the layer or the mapper call that
             it is in.
@@ -125,8 +125,7 @@ class ProxyPrunedCache(PrunableCache):
             context: The part of the prompt that may be evicted, see `ProxyPrunedCache`. By default the whole prompt.
             strict: Raise an error if scoring fails, instead of leaving the cache uncompressed with a warning.
             timeout: Seconds to wait for scores; None waits as long as it takes.
-            schedule: When the proxy runs: ``"overlap"``, ``"proxy_first"`` or ``"sequential"``, see
-                `ProxyPrunedCache`.
+            schedule: When the proxy runs, see `ProxyPrunedCache`.
             proxy: A folder, a Hub id or a loaded model, in place of the proxy that the mapper's config names. See
                 `ProxyScorer.from_pretrained`.
             revision: The mapper's revision on the Hub.
@@ -230,7 +229,7 @@ class ProxyPrunedCache(PrunableCache):
         self._prefill.expected = tokens
 
     def compress(self, scores: Tensor, policy: RetentionPolicy | Sequence[RetentionPolicy]) -> ProxyPrunedCache:
-        """Make a pruned copy of this cache, which itself stays whole.
+        """Make a pruned copy of this cache, which itself stays whole. Each of the two has to be closed.
 
         Args:
             scores: `[R, L, H, N]`, as ``prefill(..., prune=False)`` returns them.
@@ -238,10 +237,9 @@ class ProxyPrunedCache(PrunableCache):
                 rows: the same prompt, pruned in n ways. Row i follows ``policy[i]`` and row i of ``scores``
                 `[n, L, H, N]`.
 
-        Returns: the pruned copy. It is a cache of its own and is closed on its own.
-
         Raises:
-            CacheStateError: The cache is empty or pruned already, or a list is given for a cache of several rows.
+            CacheStateError: The cache is empty, pruned already, or has no full-attention layer. Or a list is given for
+                a cache of several rows.
             InvalidPolicyError: ``policy`` is neither a `RetentionPolicy` nor a list of at least one.
             ScoringError: The scores have a wrong shape, or hold NaN.
         """
@@ -275,14 +273,12 @@ class ProxyPrunedCache(PrunableCache):
         return twin
 
     def fork(self, n: int = 1) -> ProxyPrunedCache:
-        """Make an independent copy, which shares memory with this cache until one of them is written.
+        """Make an independent copy, which shares memory until one of the two is written. Each has to be closed.
 
         Args:
             n: How many times the copy holds each row, at least 1. With n > 1, the copies of a row share their
                 full-attention layers for good. One pass over these layers serves all copies of a row. What the copies
                 share cannot be cropped or compressed.
-
-        Returns: the copy. It is a cache of its own and is closed on its own.
 
         Raises:
             InvalidInputError: ``n`` is less than 1.

@@ -94,7 +94,7 @@ class Prefill:
         self.devices: dict[str, str] = {}
         self.bytes_peak_proxy = 0
         self.fallback: str | None = None
-        """Why scoring failed; None if it has not failed."""
+        """Why the cache stays uncompressed, or None."""
         self._runs = runs
         self._chunks: list[Tensor | None] = []
         self._mask: Tensor | None = None
@@ -196,7 +196,7 @@ class Prefill:
         if positions is None:
             seen = sum(chunk.shape[1] for chunk in self._positions)
             positions = torch.arange(seen, seen + shape[1]).expand(shape[0], -1)
-        elif positions.ndim == 3:  # multimodal rotary positions `[3, B, q]`: text goes on after the largest
+        elif positions.ndim == 3:  # multimodal rotary positions `[3, B, q]`: text continues after the largest
             positions = positions.amax(0)
             self._ids_tell_rows = False
         # Images, adapters and the like make rows of the same tokens differ.
@@ -330,7 +330,7 @@ class Prefill:
         self._fall_back(f"{name}: {type(error).__name__}: {error}")
 
     def _fall_back(self, reason: str) -> None:
-        """Go on without scores: remember why, and warn once."""
+        """Note why there are no scores, and warn once."""
         self.fallback = reason
         warnings.warn(
             f"the cache stays uncompressed: {reason}; with strict=True this is an error", ProxyKVWarning, stacklevel=3

@@ -24,7 +24,8 @@ from .storage import RaggedStorage
 
 #: The most logits that are held at once, in elements.
 LOGITS_LIMIT = 1 << 23
-#: Threads share a sum of weighted values if it has at most so many rows, and in parts of at least so many tokens.
+#: Threads share a sum of weighted values in parts of at least ``LEAST_PART`` tokens, if it has at most ``MOST_ROWS``
+#: rows.
 LEAST_PART, MOST_ROWS = 512, 32
 
 #: A kernel: ``(query [S, 1, D], key [T, 1, D], value [T, 1, D], cu_q, cu_k, max_q, max_k, scale)`` to the output

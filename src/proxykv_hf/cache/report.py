@@ -47,7 +47,7 @@ class CacheReport:
         seconds: Seconds by phase: ``prefill``, ``wait`` (for scores), ``prune``, ``decode`` (on CUDA only until the
             work is launched), and the phases that the scorer adds (``proxy``, ``mapper``).
         devices: The device of each model, by ``target`` and ``proxy``.
-        fallback: Why scoring failed, so that the cache is uncompressed; None if scoring has not failed.
+        fallback: Why the cache is uncompressed although it was to be pruned (scoring failed, for example), or None.
     """
 
     seen_tokens: list[int]

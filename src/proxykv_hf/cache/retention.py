@@ -122,7 +122,7 @@ class Selection:
 
     Args:
         keep: `[L, H, N]`, bool; true outside the context.
-        over_budget: KV pairs that protection kept beyond the budget, over all heads.
+        over_budget: The number of KV pairs, over all heads, that are kept beyond the budget.
     """
 
     keep: Tensor

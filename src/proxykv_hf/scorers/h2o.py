@@ -70,7 +70,7 @@ class _H2ORun(ObservingRun[Tensor]):
         for row, (pad, (start, stop)) in enumerate(zip(prompt.pads, prompt.contexts, strict=True)):
             for layer in geometry.full_layers:
                 received = self.folded(layer, cache.batch_row(row))
-                assert received is not None  # a row has tokens
+                assert received is not None  # every row has a token
                 order = entry_order(received[:, start:stop], self.scorer.recent_share)
                 scores[row, layer, :, pad + start : pad + stop] = order
         return scores
