@@ -64,14 +64,16 @@ class Reference:
             keep, prompt, early = visible
             see[:, prompt + early :, :prompt] &= keep[module.layer_idx][:, None, :]
         group = query.shape[1] // key.shape[1]
-        outputs = []
+        outputs, weights = [], []
         for head in range(query.shape[1]):
             logits = query[0, head].double() @ key[0, head // group].double().T
             logits = logits * (scaling if scaling is not None else query.shape[-1] ** -0.5)
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             logits[~see[head // group]] = -torch.inf
-            outputs.append(logits.softmax(-1) @ value[0, head // group].double())
+            weights.append(logits.softmax(-1))
+            outputs.append(weights[-1] @ value[0, head // group].double())
+        module._reference_weights = torch.stack(weights).to(query.dtype)
         return torch.stack(outputs, dim=1)[None].to(query.dtype), None
 
     @torch.no_grad()
@@ -80,6 +82,12 @@ class Reference:
         ids = row.prompt + row.tail + new
         self.model.config._reference_visible = None if row.keep is None else (row.keep, len(row.prompt), row.early)
         return self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, len(ids) - len(new) :]
+
+    def attentions(self, row: ReferenceRow, new: list[int]) -> list[Tensor]:
+        """For each layer `[Q, len(new), N]`: the weights of the new tokens over everything that was seen."""
+        self.logits(row, new)
+        modules = [module for module in self.model.modules() if hasattr(module, "_reference_weights")]
+        return [module._reference_weights[:, -len(new) :] for module in modules]
 
 
 def slow_selection(

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from proxykv_hf import ProxyPrunedCache, RandomScorer, RetentionPolicy, UnsupportedModelError, _compat
 
 ROOT = Path(__file__).resolve().parents[1]
-PRIVATE = re.compile(r"_global_mapping|_local_mapping|_attn_implementation|_hf_hook|ALL_\w+_FUNCTIONS")
+PRIVATE = re.compile(r"_global_mapping|_local_mapping|(?<!set)_attn_implementation|_hf_hook|ALL_\w+_FUNCTIONS")
 INTERNAL = re.compile(r"from transformers\.(cache_utils|masking_utils|modeling_utils|generation\.\w+) import")
 
 

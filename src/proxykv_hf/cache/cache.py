@@ -345,6 +345,26 @@ class ProxyPrunedCache(PrunableCache):
             raise CacheStateError("expected a prefilled cache, got an empty one: prefill it first")
         return self._kept.indices(layer, row)
 
+    def kept_pairs(self, layer: int, row: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """The K and V that a full-attention layer holds, head by head, whether its heads are ragged or not.
+
+        Args:
+            layer: The layer's index in the model.
+            row: The batch row.
+
+        Returns: for each KV head K `[K, D]` and V `[K, Dv]`: the prompt's kept tokens and all later ones, in their
+            order, without padding. Some are views of the cache's own memory: do not write to them.
+
+        Raises:
+            CacheStateError: The cache is empty.
+            InvalidInputError: There is no such layer, or it has a sliding window.
+        """
+        self.kept_indices(layer, row)
+        assert self._kept is not None
+        held: PrunedLayer = self.layers[layer]
+        pads = 0 if held.offset else self._kept.prompt.pads[int(self._kept.rows[row])]
+        return [(keys[pads:], values[pads:]) for keys, values in held.pairs(row)]
+
     def report(self) -> CacheReport:
         """Report tokens, bytes and seconds so far. If a prefill still waits to be scored and pruned, this ends it."""
         self._settle()

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..attention.lease import own_attention_name
 from ..errors import InvalidInputError
 from .prompt import Prompt
 
@@ -44,14 +45,13 @@ def without_seen(kwargs: Mapping[str, Any], seen: int) -> dict[str, Tensor]:
     return {name: value[..., seen:] for name, value in given.items() if value is not None}
 
 
-def check_input(call: Mapping[str, Any], rows: int, seen: int, ragged: bool) -> tuple[int, int]:
+def check_input(call: Mapping[str, Any], rows: int, seen: int) -> tuple[int, int]:
     """Check that the input of a forward fits what the cache holds.
 
     Args:
         call: The forward's arguments by name.
         rows: Batch rows that the cache holds; 0 while it is empty.
         seen: Tokens that the cache has seen.
-        ragged: Whether the cache's heads keep, or will keep, different numbers of tokens.
 
     Returns: the shape ``(B, q)`` of the input.
 
@@ -87,12 +87,18 @@ def check_input(call: Mapping[str, Any], rows: int, seen: int, ragged: bool) -> 
             f"expected attention_mask [{batch}, {seen + tokens}], over the {seen} tokens seen (not only those "
             f"kept) and {tokens} new ones, got {[*mask.shape]}"
         )
-    if ragged and call.get("output_attentions"):
-        raise InvalidInputError(
-            "expected no output_attentions, since heads that keep different numbers of tokens have no attention "
-            "matrices to return: leave it out, or use allocation='uniform' on a prompt without padding"
-        )
     return batch, tokens
+
+
+def returns_attentions(call: Mapping[str, Any], model: nn.Module) -> bool:
+    """Whether a forward returns attention matrices: eager attention asked for them, by the call or by the config.
+
+    Other back ends have none to return, as in transformers.
+    """
+    asked = call.get("output_attentions")
+    config: Any = model.config
+    asked = getattr(config, "output_attentions", False) if asked is None else asked
+    return bool(asked) and own_attention_name(config.get_text_config(decoder=True)) == "eager"
 
 
 def mask_as_held(mask: Tensor | None, prompt: Prompt, rows: Tensor) -> Tensor | None:

@@ -48,7 +48,8 @@ class Kept:
         Returns: the decision, and the `Pruner` that prunes layers by it, or None if everything is kept.
         """
         kept, keep = self._masked(scores, [policy] * len(self.prompt.lengths))
-        return kept, None if keep.all() else kept.pruner(keep, is_ragged(keep, self.prompt))
+        whole = torch.equal(keep, self.mask().to(keep.device))
+        return kept, None if whole else kept.pruner(keep, is_ragged(keep, self.prompt))
 
     def decide_each_way(self, scores: Tensor, policies: Sequence[RetentionPolicy]) -> tuple[Kept, Pruner]:
         """Decide in n ways what is kept of one row. Each way becomes a row of the result.
@@ -106,6 +107,11 @@ class Kept:
         distinct = int(self.rows[row])
         mask = self.mask()[distinct, self.geometry.full_layers.index(layer)]
         return [head.nonzero()[:, 0] - self.prompt.pads[distinct] for head in mask]
+
+    def places(self) -> dict[int, Tensor]:
+        """For each full-attention layer, the prompt columns `[B, H, P]` that each head of a batch row keeps."""
+        masks = self.mask()[self.rows]
+        return {layer: masks[:, place] for place, layer in enumerate(self.geometry.full_layers)}
 
     def counts(self, after: int) -> list[list[list[int]]]:
         """`[B][L_full][H]`: the number of KV pairs held, with those of ``after`` tokens after the prompt."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._compat import DynamicLayer, DynamicSlidingWindowLayer
 from ..attention.functions import AttentionCall, AttentionOutput, hand_over, take_hidden
@@ -16,6 +16,7 @@ from ..geometry import ModelGeometry
 from ..scorers.base import Observation
 from .ragged import ragged_attention
 from .storage import DenseStorage, RaggedStorage
+from .weights import ragged_weights, spread_weights
 
 Watch = Callable[[Observation], None]
 
@@ -65,6 +66,8 @@ class PrunedLayer(DynamicLayer):
         self.offset = offset
         self.fixed = fixed
         self.watch: Watch | None = None
+        self.places: Tensor | None = None
+        """`[B, H, P]`, the prompt columns that each head keeps, while a forward returns attention matrices."""
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -74,7 +77,8 @@ class PrunedLayer(DynamicLayer):
         if isinstance(self.storage, RaggedStorage):
             raise CacheStateError(
                 f"layer {self.index} is ragged: its heads keep different numbers of tokens and there is no one "
-                "tensor of keys or values; use allocation='uniform' where one is needed"
+                "tensor of keys or values; kept_pairs() of the cache gives them head by head, and allocation='uniform' "
+                "keeps one tensor"
             )
         return self.storage
 
@@ -106,7 +110,7 @@ class PrunedLayer(DynamicLayer):
         else:
             self.storage.append(key_states, value_states)
         keys, values = self.storage.keys, self.storage.values
-        if self.watch is not None or isinstance(self.storage, RaggedStorage):
+        if self.watch is not None or self.places is not None or isinstance(self.storage, RaggedStorage):
             hand_over(keys, values, self)
         return keys, values
 
@@ -125,10 +129,31 @@ class PrunedLayer(DynamicLayer):
                     columns=call.key.shape[2],
                 )
             )
-        if isinstance(self.storage, RaggedStorage):
-            output = ragged_attention(call.query, self.storage, call.attention_mask, call.scaling, call.softcap)
-            return output, None
-        return call.by_backend()
+        if not isinstance(self.storage, RaggedStorage):
+            output, weights = call.by_backend()
+            if weights is not None and self.places is not None and self.offset:
+                weights = spread_weights(weights, self.places)
+            return output, weights
+        arguments = (call.query, self.storage, call.attention_mask, call.scaling, call.softcap)
+        weights = None
+        if self.places is not None:  # the block may hold later tokens too, see `share_rows`
+            later = self.offset - self.places.shape[2]
+            weights = ragged_weights(*arguments, nn.functional.pad(self.places, (0, later), value=True))
+        return ragged_attention(*arguments), weights
+
+    def pairs(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """For each head K `[K, D]` and V `[K, Dv]` of all that the layer holds for a batch row."""
+        storage = self.storage
+        if storage is None:
+            return []
+        later = list(zip(storage.keys[row], storage.values[row], strict=True))
+        if isinstance(storage, DenseStorage):
+            return later
+        block = storage.block.heads[int(storage.rows[row])]
+        return [
+            (torch.cat([keys, late_keys]), torch.cat([values, late_values]))
+            for (keys, values), (late_keys, late_values) in zip(block, later, strict=True)
+        ]
 
     def share_rows(self) -> None:
         """Let copies of a row share all that the layer holds. It cannot be cropped any more."""

@@ -22,7 +22,7 @@ from ..attention.lease import Lease
 from ..errors import CacheStateError, GeometryError, InvalidInputError, UnsupportedModelError
 from ..geometry import ModelGeometry, check_loaded, device_of
 from ..scorers.base import Scorer, ScorerRun
-from .inputs import check_input, mask_as_held, without_seen
+from .inputs import check_input, mask_as_held, returns_attentions, without_seen
 from .kept import Kept
 from .layers import PrunedLayer, can_crop_window, new_layers
 from .phase import Lifecycle, Phase
@@ -128,8 +128,7 @@ class PrunableCache(DynamicCache):
         seen = self.get_seq_length()
         unseen = without_seen(kwargs, seen) if self._recording and seen else {}
         call = bind_forward(model, args, kwargs | unseen)
-        ragged = self.policy.allocation == "global" if self._kept is None else self._is_ragged()
-        batch, tokens = check_input(call, self._batch, seen, ragged)
+        batch, tokens = check_input(call, self._batch, seen)
         if self._life.phase is Phase.PREFILL and self._prefill.is_over(seen, tokens):
             self._settle()
         if self._life.phase is Phase.PREFILL:
@@ -139,10 +138,17 @@ class PrunableCache(DynamicCache):
         mask = None
         if self._kept is not None:
             mask = mask_as_held(call.get("attention_mask"), self._kept.prompt, self._kept.rows)
+        self._show_places(returns_attentions(call, model))
         self._life.begin_forward()
         self._forward_started = time.perf_counter()
         changed = unseen if mask is None else unseen | {"attention_mask": mask}
         return kwargs | changed if changed else None
+
+    def _show_places(self, wanted: bool) -> None:
+        """Have the layers spread their attention matrices over everything that was seen, where such are wanted."""
+        places = self._kept.places() if wanted and self._kept is not None else {}
+        for layer in self._full_layers():
+            layer.places = places.get(layer.index)
 
     def _begin_prefill(self, call: dict[str, Any], batch: int, tokens: int) -> None:
         """Start the scorers before the first forward. After an error the cache is empty again."""

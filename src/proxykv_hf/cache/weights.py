@@ -1,0 +1,70 @@
+"""Attention matrices over everything that was seen, for a forward with ``output_attentions``.
+
+As in transformers, each layer's matrix has `[B, Q, q, N]` elements. Other forwards run nothing of this.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention.logits import scaled_logits
+from .ragged import tail_mask
+from .storage import RaggedStorage
+
+
+def spread_weights(weights: Tensor, places: Tensor) -> Tensor:
+    """Weights over what a rectangular layer stores, put where the tokens are in what was seen.
+
+    Args:
+        weights: `[B, Q, q, K + T]`, of the K kept tokens of the prompt and of T later ones.
+        places: `[B, H, P]`, bool, the kept ones among the prompt's P columns: K for every row and head.
+
+    Returns: `[B, Q, q, P + T]`, zero where a KV pair was evicted.
+    """
+    batch, query_heads, queries, stored = weights.shape
+    heads, prompt = places.shape[1:]
+    kept = int(places[0, 0].sum())
+    columns = places.nonzero()[:, 2].view(batch, heads, kept).to(weights.device)
+    later = torch.arange(prompt, prompt + stored - kept, device=weights.device).expand(batch, heads, -1)
+    index = torch.cat([columns, later], dim=2).repeat_interleave(query_heads // heads, dim=1)  # [B, Q, K + T]
+    whole = weights.new_zeros(batch, query_heads, queries, prompt + stored - kept)
+    return whole.scatter_(3, index[:, :, None].expand(-1, -1, queries, -1), weights)
+
+
+def ragged_weights(
+    query: Tensor,
+    storage: RaggedStorage,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    places: Tensor,
+) -> Tensor:
+    """The weights of `ragged.ragged_attention`, put where the tokens are in what was seen.
+
+    Args:
+        query: `[B, Q, q, D]`.
+        storage: See `ragged.ragged_attention`.
+        attention_mask: Likewise.
+        scaling: Likewise.
+        softcap: Likewise.
+        places: `[B, H, P]`, bool: which of the P columns before the tail each head keeps.
+
+    Returns: `[B, Q, q, P + T]`, zero where a KV pair was evicted, in the query's dtype.
+    """
+    batch, query_heads, queries, _ = query.shape
+    heads, prompt = places.shape[1:]
+    group, columns = query_heads // heads, storage.length
+    visible = tail_mask(attention_mask, batch, queries, columns, query.device)  # [B, q, T]
+    places = places.to(query.device)
+    whole = query.new_zeros(batch, query_heads, queries, prompt + columns)
+    for row, distinct in enumerate(storage.rows.tolist()):
+        for head, (keys, _) in enumerate(storage.block.heads[distinct]):
+            mine = slice(head * group, (head + 1) * group)
+            late = scaled_logits(query[row, mine], storage.keys[row, head], scaling, softcap)
+            late = late.masked_fill(~visible[row], float("-inf"))
+            logits = torch.cat([scaled_logits(query[row, mine], keys, scaling, softcap), late], dim=-1)
+            weights = logits.softmax(-1).to(query.dtype)
+            whole[row, mine, :, :prompt][:, :, places[row, head]] = weights[..., : len(keys)]
+            whole[row, mine, :, prompt:] = weights[..., len(keys) :]
+    return whole
