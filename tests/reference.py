@@ -84,7 +84,7 @@ class Reference:
         return self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, len(ids) - len(new) :]
 
     def attentions(self, row: ReferenceRow, new: list[int]) -> list[Tensor]:
-        """For each layer `[Q, len(new), N]`: the weights of the new tokens over everything that was seen."""
+        """For each layer, the attention weights of ``new`` over everything that was seen, `[Q, len(new), N]`."""
         self.logits(row, new)
         modules = [module for module in self.model.modules() if hasattr(module, "_reference_weights")]
         return [module._reference_weights[:, -len(new) :] for module in modules]

@@ -1,4 +1,4 @@
-"""Attention matrices over everything that was seen, against the masked reference."""
+"""Attention matrices over everything that was seen, compared with the masked reference, and the kept pairs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keep_of(cache, scores, ratio, allocation):
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_equal_those_of_the_masked_reference(kind, allocation, group):
+def test_attention_matrices_equal_those_of_the_masked_reference(kind, allocation, group):
     model = tiny_model(kind, group, attention="eager")
     ids, new = random_ids(1, TOKENS), random_ids(1, NEW, seed=1)
     scores = random_scores(model, 1, TOKENS)
@@ -51,7 +51,7 @@ def test_they_equal_those_of_the_masked_reference(kind, allocation, group):
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
-def test_rows_of_a_padded_batch_have_them_by_column(allocation):
+def test_a_padded_batch_has_attention_matrices_by_column(allocation):
     model = tiny_model(attention="eager")
     rows = [random_ids(1, length, seed=length)[0] for length in (30, 21, 25)]
     ids, mask = pad_left(rows)
@@ -75,7 +75,7 @@ def test_rows_of_a_padded_batch_have_them_by_column(allocation):
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
-def test_with_everything_kept_generate_returns_those_of_dynamic_cache(allocation):
+def test_with_everything_kept_generate_returns_the_attention_matrices_of_dynamic_cache(allocation):
     model = with_proxykv(tiny_model(attention="eager"))
     ids, mask = pad_left([random_ids(1, 20)[0], random_ids(1, 12, seed=1)[0]])
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": mask}
@@ -90,7 +90,7 @@ def test_with_everything_kept_generate_returns_those_of_dynamic_cache(allocation
             assert torch.equal(one, other)
 
 
-def test_copies_of_a_row_have_them_too():
+def test_copies_of_a_row_have_attention_matrices_too():
     model = tiny_model(attention="eager")
     ids, new = random_ids(1, TOKENS), random_ids(3, NEW, seed=1)
     scores = random_scores(model, 1, TOKENS)
@@ -109,7 +109,7 @@ def test_copies_of_a_row_have_them_too():
             forked.close()
 
 
-def test_a_forward_without_them_returns_none_and_a_back_end_without_them_too():
+def test_layers_note_no_places_for_a_forward_without_attention_matrices():
     for attention, asked in (("eager", False), ("sdpa", True)):
         model = tiny_model(attention=attention)
         with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:

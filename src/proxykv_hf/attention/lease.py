@@ -150,7 +150,7 @@ def _check_supported(name: str) -> None:
     if not name.startswith(("sdpa", "eager", "flash_attention")):
         raise UnsupportedModelError(
             f"expected attn_implementation 'sdpa', 'eager' or 'flash_attention_*', got {name}: load the model with one "
-            "of these, or call set_attn_implementation"
+            "of these, or set one of them"
         )
 
 

@@ -67,7 +67,7 @@ class PrunedLayer(DynamicLayer):
         self.fixed = fixed
         self.watch: Watch | None = None
         self.places: Tensor | None = None
-        """`[B, H, P]`, the prompt columns that each head keeps, while a forward returns attention matrices."""
+        """`[B, H, P]`, bool, the prompt columns that each head keeps. Set for forwards that return attentions."""
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -76,9 +76,9 @@ class PrunedLayer(DynamicLayer):
     def _dense(self) -> DenseStorage | None:
         if isinstance(self.storage, RaggedStorage):
             raise CacheStateError(
-                f"layer {self.index} is ragged: its heads keep different numbers of tokens and there is no one "
-                "tensor of keys or values; kept_pairs() of the cache gives them head by head, and allocation='uniform' "
-                "keeps one tensor"
+                f"layer {self.index} is ragged: its heads keep different numbers of tokens, so there is no single "
+                "tensor of keys or values; kept_pairs() of the cache gives them head by head, and with "
+                "allocation='uniform' there is one tensor"
             )
         return self.storage
 
@@ -142,7 +142,7 @@ class PrunedLayer(DynamicLayer):
         return ragged_attention(*arguments), weights
 
     def pairs(self, row: int) -> list[tuple[Tensor, Tensor]]:
-        """For each head K `[K, D]` and V `[K, Dv]` of all that the layer holds for a batch row."""
+        """For each head, K `[K, D]` and V `[K, Dv]` of everything that the layer holds for a batch row."""
         storage = self.storage
         if storage is None:
             return []

@@ -71,8 +71,7 @@ class PrunableCache(DynamicCache):
 
     def _open(self) -> None:
         """Replace the model's attention, and start empty."""
-        # Not `DynamicCache.__init__`, which would make layers of other types.
-        Cache.__init__(self, layers=new_layers(self.geometry))
+        Cache.__init__(self, layers=new_layers(self.geometry))  # `DynamicCache` would make layers of other types
         self._taps: Taps = []
         self._runs: dict[str, ScorerRun] = {}
         self._lease = Lease(self.target)
@@ -145,7 +144,7 @@ class PrunableCache(DynamicCache):
         return kwargs | changed if changed else None
 
     def _show_places(self, wanted: bool) -> None:
-        """Have the layers spread their attention matrices over everything that was seen, where such are wanted."""
+        """If ``wanted``, make the layers spread their attention matrices over everything that was seen."""
         places = self._kept.places() if wanted and self._kept is not None else {}
         for layer in self._full_layers():
             layer.places = places.get(layer.index)
@@ -179,9 +178,7 @@ class PrunableCache(DynamicCache):
         try:
             check_consumed()
             if not self.get_seq_length():
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} stored nothing in its cache: it has no KV pairs to prune"
-                )
+                raise UnsupportedModelError(f"{type(model).__name__} stored nothing in its cache: nothing to prune")
         except UnsupportedModelError:
             self._spoil()
             raise
@@ -198,14 +195,12 @@ class PrunableCache(DynamicCache):
             self._check_usable()
             raise CacheStateError(
                 f"expected a forward of the cache's own target ({type(self.target).__name__}), got a use outside of "
-                "one: call that model itself, not a part of it or another model (a PEFT model's target is "
-                "get_base_model())"
+                "one: call that model itself, not a part of it or another model (for PEFT: get_base_model())"
             )
-        heads = key_states.shape[1]
-        if self.geometry.sliding_windows[layer_idx] is None and heads != self.geometry.num_key_value_heads:
+        heads, expected = key_states.shape[1], self.geometry.num_key_value_heads
+        if self.geometry.sliding_windows[layer_idx] is None and heads != expected:
             raise UnsupportedModelError(
-                f"expected {self.geometry.num_key_value_heads} KV heads as the config says, got {heads} in "
-                f"layer {layer_idx}"
+                f"layer {layer_idx}: expected {expected} KV heads as the config says, got {heads}"
             )
         key_states, value_states = key_states.detach(), value_states.detach()
         layer = self.layers[layer_idx]

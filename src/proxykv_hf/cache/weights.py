@@ -1,6 +1,6 @@
 """Attention matrices over everything that was seen, for a forward with ``output_attentions``.
 
-As in transformers, each layer's matrix has `[B, Q, q, N]` elements. Other forwards run nothing of this.
+As in transformers, each layer has a matrix `[B, Q, q, N]`. Other forwards do not use this file.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .storage import RaggedStorage
 
 
 def spread_weights(weights: Tensor, places: Tensor) -> Tensor:
-    """Weights over what a rectangular layer stores, put where the tokens are in what was seen.
+    """Move the weights over what a rectangular layer stores to the columns of everything that was seen.
 
     Args:
-        weights: `[B, Q, q, K + T]`, of the K kept tokens of the prompt and of T later ones.
-        places: `[B, H, P]`, bool, the kept ones among the prompt's P columns: K for every row and head.
+        weights: `[B, Q, q, K + T]`, the weights of the prompt's K kept tokens and of T later tokens.
+        places: `[B, H, P]`, bool, the prompt columns that each head keeps: K of P for every row and head.
 
     Returns: `[B, Q, q, P + T]`, zero where a KV pair was evicted.
     """
@@ -40,17 +40,17 @@ def ragged_weights(
     softcap: float | None,
     places: Tensor,
 ) -> Tensor:
-    """The weights of `ragged.ragged_attention`, put where the tokens are in what was seen.
+    """The weights of `ragged.ragged_attention`, at the columns of everything that was seen.
 
     Args:
-        query: `[B, Q, q, D]`.
-        storage: See `ragged.ragged_attention`.
-        attention_mask: Likewise.
-        scaling: Likewise.
-        softcap: Likewise.
-        places: `[B, H, P]`, bool: which of the P columns before the tail each head keeps.
+        query: `[B, Q, q, D]`, the queries of the tail's last q columns.
+        storage: The block, and the tail of T columns.
+        attention_mask: The mask of the tail, see `ragged.tail_mask`.
+        scaling: Factor of the dot product; None for ``D ** -0.5``.
+        softcap: Cap of the logits, or None.
+        places: `[B, H, P]`, bool, which of the P columns before the tail each head keeps.
 
-    Returns: `[B, Q, q, P + T]`, zero where a KV pair was evicted, in the query's dtype.
+    Returns: `[B, Q, q, P + T]`, in the query's dtype. Zero where a KV pair was evicted.
     """
     batch, query_heads, queries, _ = query.shape
     heads, prompt = places.shape[1:]
