@@ -97,7 +97,6 @@ def test_a_context_outside_a_prompt_of_stock_generate_is_an_error_too(model):
         (torch.ones(5, dtype=torch.long), None, r"a tensor \[batch, tokens\]"),
         (torch.ones(1, 5, dtype=torch.long), torch.ones(1, 4), r"expected attention_mask \[1, 5\]"),
         (torch.ones(1, 5, dtype=torch.long), torch.zeros(1, 5), "row 0 of the prompt has no tokens"),
-        (torch.ones(1, 5, dtype=torch.long), torch.tensor([[1, 0, 1, 1, 1]]), "row 0 of attention_mask has a hole"),
     ],
 )
 def test_an_invalid_prompt_is_refused_before_any_work(model, calls, ids, mask, message):
@@ -114,22 +113,6 @@ def test_an_empty_input_over_a_filled_cache_says_what_the_cache_has_seen(model):
         cache.prefill(random_ids(1, TOKENS))
         with pytest.raises(InvalidInputError, match=rf"got none beyond the {TOKENS} that the cache has seen"):
             call_forward(model, input_ids=torch.empty(1, 0, dtype=torch.long), cache=cache)
-
-
-def test_right_padding_in_a_bare_forward_is_refused_before_any_work(model, calls):
-    ids, mask = pad_left([random_ids(1, n)[0] for n in (20, 30)])
-    with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
-        with pytest.raises(InvalidInputError, match="padding_side = 'left'"):
-            call_forward(model, input_ids=ids.flip(1), attention_mask=mask.flip(1), cache=cache)
-        assert not calls
-        call_forward(model, input_ids=ids, attention_mask=mask, cache=cache)
-        # The follow-up is taken for the next chunk. The message says what to do, and the cache is still usable.
-        follow_up = torch.tensor([[0, 1, 1], [1, 1, 1]])
-        grown = {"input_ids": random_ids(2, 3), "attention_mask": torch.cat([mask, follow_up], 1)}
-        with pytest.raises(InvalidInputError, match=r"call report\(\)"):
-            call_forward(model, **grown, cache=cache)
-        cache.report()
-        call_forward(model, **grown, cache=cache)
 
 
 def test_a_prompt_token_cannot_be_masked_later(model):

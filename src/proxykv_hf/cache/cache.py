@@ -362,8 +362,12 @@ class ProxyPrunedCache(PrunableCache):
         self.kept_indices(layer, row)
         assert self._kept is not None
         held: PrunedLayer = self.layers[layer]
-        pads = 0 if held.offset else self._kept.prompt.pads[int(self._kept.rows[row])]
-        return [(keys[pads:], values[pads:]) for keys, values in held.pairs(row)]
+        pairs, prompt = held.pairs(row), self._kept.prompt
+        if held.offset or not prompt.padded:
+            return pairs
+        own = prompt.own_columns(int(self._kept.rows[row]))
+        columns = torch.cat([own, torch.arange(prompt.columns, len(pairs[0][0]))]).to(pairs[0][0].device)
+        return [(keys[columns], values[columns]) for keys, values in pairs]
 
     def report(self) -> CacheReport:
         """Report tokens, bytes and seconds so far. If a prefill still waits to be scored and pruned, this ends it."""

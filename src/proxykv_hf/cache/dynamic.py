@@ -75,6 +75,8 @@ def prune_dynamic_cache(
         )
     prompt, rows = read_prompt(None, attention_mask, None, context, (batch, tokens))
     scores = scores[:, places]
+    if prompt.order is not None:
+        scores = scores.gather(3, prompt.order.to(scores.device)[:, None, None].expand_as(scores))
     if any(scores[row, :, :, pad:].isnan().any() for row, pad in enumerate(prompt.pads)):
         raise ScoringError("expected scores that are numbers, got scores that hold NaN: check what computes them")
     keep, over_budget = keep_masks(scores, prompt, [policy] * len(prompt.lengths))
@@ -88,7 +90,7 @@ def prune_dynamic_cache(
     if keep.all():
         return
     lease = Lease(target) if ragged and target is not None else None
-    pruner = Pruner(keep, rows, ragged, places)
+    pruner = Pruner(prompt.in_cache(keep), rows, ragged, places)
     # Prune all layers before the first one is replaced: an error must not leave the cache half pruned.
     smaller = [pruner.prune(index, layers[index].keys, layers[index].values) for index in places]
     for index, pruned in zip(places, smaller, strict=True):

@@ -119,8 +119,7 @@ def mask_as_held(mask: Tensor | None, prompt: Prompt, rows: Tensor) -> Tensor | 
     """
     if mask is None:
         return None
-    pads = torch.tensor([prompt.pads[row] for row in rows.tolist()], device=mask.device)
-    held = torch.arange(prompt.columns, device=mask.device) >= pads[:, None]
+    held = prompt.real()[rows].to(mask.device)
     given = mask[:, : prompt.columns].bool()
     if torch.equal(held, given):
         return None

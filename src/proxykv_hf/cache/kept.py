@@ -81,7 +81,7 @@ class Kept:
 
     def pruner(self, keep: Tensor, ragged: bool) -> Pruner:
         """The `Pruner` for the kept mask ``keep`` `[R, L_full, H, P]`."""
-        return Pruner(keep, self.rows, ragged, self.geometry.full_layers)
+        return Pruner(self.prompt.in_cache(keep), self.rows, ragged, self.geometry.full_layers)
 
     def mask(self) -> Tensor:
         """The kept mask `[R, L_full, H, P]`, bool; padding is never kept."""
@@ -109,8 +109,8 @@ class Kept:
         return [head.nonzero()[:, 0] - self.prompt.pads[distinct] for head in mask]
 
     def places(self) -> dict[int, Tensor]:
-        """For each full-attention layer, the prompt columns `[B, H, P]` that each head of a batch row keeps."""
-        masks = self.mask()[self.rows]
+        """For each full-attention layer, the cache's columns `[B, H, P]` that each head of a batch row keeps."""
+        masks = self.prompt.in_cache(self.mask())[self.rows]
         return {layer: masks[:, place] for place, layer in enumerate(self.geometry.full_layers)}
 
     def counts(self, after: int) -> list[list[list[int]]]:
@@ -124,7 +124,7 @@ class Kept:
 
     def crop(self, columns: int) -> Kept:
         """The decision without the prompt's last ``columns`` columns. Only for a prompt that is kept whole."""
-        return dataclasses.replace(self, prompt=self.prompt.cropped(columns))
+        return dataclasses.replace(self, prompt=self.prompt.cropped(columns), packed=None)
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that hold memory for as long as the cache lives."""

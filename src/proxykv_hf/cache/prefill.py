@@ -19,7 +19,7 @@ from ..errors import InvalidInputError, ProxyKVError, ProxyKVWarning, ScoringErr
 from ..geometry import ModelGeometry, device_of
 from ..scorers.base import Observation, OnLane, Scorer, ScorerRun, ScoringRequest
 from .layers import PrunedLayer
-from .prompt import Context, Prompt, check_left_padded, read_prompt
+from .prompt import Context, Prompt, left_padding_order, read_prompt
 from .scores import checked_scores
 
 Taps = list[torch.utils.hooks.RemovableHandle]
@@ -159,16 +159,25 @@ class Prefill:
 
     def _watch(self, observation: Observation) -> None:
         """Show a layer's attention to the scorers that observe."""
+        observers = {name: run for name, run in self._runs.items() if self.scorers[name].observes}
+        if not observers:
+            return
         seen = replace(observation, pads=self._pads, firsts=self._firsts)
-        for name, run in list(self._runs.items()):
-            if self.scorers[name].observes:
-                try:
-                    run.observe(seen)
-                except (ValueError, UnsupportedModelError):
-                    raise
-                except Exception as error:  # `_fail` cancels all runs
-                    self._fail(name, error)
-                    return
+        order = None if self._mask is None else left_padding_order(self._mask.bool())
+        if order is not None and len(self._chunks) > 1:
+            reason = "a chunked prompt whose mask has padding on the right or holes cannot be observed"
+            self._fail(next(iter(observers)), InvalidInputError(reason))
+            return
+        if order is not None:
+            seen = seen.in_order(order)
+        for name, run in observers.items():
+            try:
+                run.observe(seen)
+            except (ValueError, UnsupportedModelError):
+                raise
+            except Exception as error:  # `_fail` cancels all runs
+                self._fail(name, error)
+                return
 
     def _scores_ahead(self) -> bool:
         """Whether scores may be ready before the prefill is over: only with one scorer, which needs no cache."""
@@ -191,8 +200,6 @@ class Prefill:
 
     def _note(self, call: Mapping[str, Any], shape: tuple[int, int]) -> None:
         mask, positions = call.get("attention_mask"), call.get("position_ids")
-        if mask is not None:
-            check_left_padded(mask.bool())
         if positions is None:
             seen = sum(chunk.shape[1] for chunk in self._positions)
             positions = torch.arange(seen, seen + shape[1]).expand(shape[0], -1)
@@ -218,10 +225,11 @@ class Prefill:
         observed = any(scorer.observes for scorer in self.scorers.values())
         if not observed or self.batch == 1 or ids is None or not self._ids_tell_rows:
             return tuple(range(self.batch))
-        before, pads = self._firsts or (0,) * self.batch, self._pads or (0,) * self.batch
+        before = self._firsts or (0,) * self.batch
+        masks = (0,) * self.batch if self._mask is None else [tuple(row) for row in self._mask.tolist()]
         places: dict[object, int] = {}
         return tuple(
-            places.setdefault((before[row], pads[row], *ids[row].tolist(), *positions[row].tolist()), row)
+            places.setdefault((before[row], masks[row], *ids[row].tolist(), *positions[row].tolist()), row)
             for row in range(self.batch)
         )
 
@@ -238,7 +246,7 @@ class Prefill:
         """The whole prompt after ``seen`` tokens, and the distinct row of each batch row `[B]`.
 
         Raises:
-            InvalidInputError: Padding is not on the left, or the context lies outside the prompt.
+            InvalidInputError: A row has no tokens, or the context lies outside the prompt.
         """
         return self._read(self._mask, self.context, (self.batch, seen - self._drafts))
 
@@ -247,8 +255,9 @@ class Prefill:
         prompt, rows = read_prompt(
             ids if self._ids_tell_rows else None, mask, torch.cat(self._positions, dim=1), context, shape
         )
-        if ids is not None and prompt.input_ids is None:
-            prompt = replace(prompt, input_ids=ids[:, : shape[1]].cpu())
+        if ids is not None and prompt.input_ids is None:  # every row is distinct
+            ids = ids[:, : shape[1]].cpu()
+            prompt = replace(prompt, input_ids=ids if prompt.order is None else ids.gather(1, prompt.order))
         return prompt, rows
 
     def finish(self, prompt: Prompt, rows: Tensor, layers: Sequence[Any]) -> dict[str, Tensor]:
@@ -372,6 +381,9 @@ class WholeLayers:
         states = []
         for layer in self._layers:
             first = layer.get_seq_length() - layer.keys.shape[2]  # the column of the first stored token
-            columns = slice(max(0, prompt.pads[row] - first), prompt.columns - first)
+            columns: slice | Tensor = slice(max(0, prompt.pads[row] - first), prompt.columns - first)
+            if prompt.order is not None:
+                own = prompt.own_columns(row).to(layer.keys.device) - first
+                columns = own[own >= 0]
             states.append((layer.keys[batch_row, None, :, columns], layer.values[batch_row, None, :, columns]))
         return states

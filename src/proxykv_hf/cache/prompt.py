@@ -18,7 +18,10 @@ Context = tuple[int, int] | Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A left-padded prompt of R distinct rows and P columns. Copies of a row count once.
+    """A prompt of R distinct rows and P columns. Copies of a row count once.
+
+    Whatever the model was given, the columns of a prompt, of scores and of a kept mask are left-padded. ``order`` says
+    where the cache has them: it differs where a mask has padding on the right, or holes.
 
     Args:
         columns: P, the number of columns.
@@ -26,6 +29,7 @@ class Prompt:
         contexts: `[R]`, the span of each row that may be evicted.
         next_positions: `[R]`, the position id that follows each row.
         input_ids: `[R, P]`, or None if the prompt came as embeddings.
+        order: `[R, P]`, the cache's column of each column; None if all are the same.
     """
 
     columns: int
@@ -33,6 +37,7 @@ class Prompt:
     contexts: tuple[tuple[int, int], ...]
     next_positions: tuple[int, ...]
     input_ids: Tensor | None
+    order: Tensor | None = None
 
     @property
     def pads(self) -> tuple[int, ...]:
@@ -43,6 +48,22 @@ class Prompt:
     def padded(self) -> bool:
         """Whether any row has padding."""
         return any(self.pads)
+
+    def in_cache(self, values: Tensor) -> Tensor:
+        """Values `[R, ..., P]` by the prompt's columns, put in the order of the cache's columns."""
+        if self.order is None:
+            return values
+        order = self.order.to(values.device).view(len(values), *(1,) * (values.ndim - 2), -1).expand_as(values)
+        return torch.empty_like(values).scatter_(-1, order, values)
+
+    def real(self) -> Tensor:
+        """`[R, P]`, bool, by the cache's columns: which of them hold a token of the row."""
+        return self.in_cache(torch.arange(self.columns) >= torch.tensor(self.pads)[:, None])
+
+    def own_columns(self, row: int) -> Tensor:
+        """`[n]`: the cache's columns of a distinct row's tokens, in their order."""
+        columns = torch.arange(self.columns) if self.order is None else self.order[row]
+        return columns[self.pads[row] :]
 
     def row_ids(self, row: int) -> Tensor:
         """The token ids `[n]` of a distinct row, without padding.
@@ -68,19 +89,26 @@ class Prompt:
             lengths=self.lengths[row : row + 1] * times,
             contexts=self.contexts[row : row + 1] * times,
             next_positions=self.next_positions[row : row + 1] * times,
+            order=None if self.order is None else self.order[row : row + 1].expand(times, -1),
         )
 
     def cropped(self, columns: int) -> Prompt:
-        """The prompt without its last ``columns`` columns."""
-        lengths = tuple(max(0, length - columns) for length in self.lengths)
+        """The prompt without the last ``columns`` columns of the cache, and without token ids."""
+        real = self.real()
+        removed = real[:, self.columns - columns :].sum(1).tolist()
+        real = real[:, : self.columns - columns]
+        lengths = tuple(real.sum(1).tolist())
         contexts = tuple((min(a, n), min(b, n)) for (a, b), n in zip(self.contexts, lengths, strict=True))
         return replace(
             self,
             columns=self.columns - columns,
             lengths=lengths,
             contexts=contexts,
-            next_positions=tuple(position - columns for position in self.next_positions),
-            input_ids=None if self.input_ids is None else self.input_ids[:, : self.columns - columns],
+            next_positions=tuple(
+                position - count for position, count in zip(self.next_positions, removed, strict=True)
+            ),
+            input_ids=None,
+            order=left_padding_order(real),
         )
 
 
@@ -96,7 +124,8 @@ def read_prompt(
     Args:
         input_ids: `[B, P]`, or with more columns. None if tokens do not tell what a row holds (a prompt of embeddings,
             images beside the text); then every row is distinct.
-        attention_mask: `[B, P]`, or with more columns, left-padded. None without padding.
+        attention_mask: `[B, P]`, or with more columns: zero on the left, on the right and in between, wherever a row
+            has no token. None without padding.
         position_ids: `[B, P]`, or with more columns. None if positions count columns.
         context: See `Context`. None for the whole of each row.
         shape: ``(B, P)``.
@@ -105,9 +134,10 @@ def read_prompt(
         `[B]`.
 
     Raises:
-        InvalidInputError: A row has no tokens, padding is not on the left, or a context span lies outside its row.
+        InvalidInputError: A row has no tokens, or a context span lies outside its row.
     """
     batch, columns = shape
+    order: Tensor | None = None
     if attention_mask is None:
         lengths = [columns] * batch
     else:
@@ -118,10 +148,15 @@ def read_prompt(
                 raise InvalidInputError(
                     f"row {row} of the prompt has no tokens: its attention mask is all zero; leave the row out"
                 )
-        check_left_padded(real)
+        order = left_padding_order(real)
     if position_ids is None:
         position_ids = torch.arange(columns).expand(batch, -1)
     position_ids = position_ids[:, :columns].cpu()
+    if input_ids is not None:
+        input_ids = input_ids[:, :columns].cpu()
+    if order is not None:
+        position_ids = position_ids.gather(1, order)
+        input_ids = None if input_ids is None else input_ids.gather(1, order)
 
     seen: dict[object, int] = {}
     first: list[int] = []
@@ -134,6 +169,7 @@ def read_prompt(
                 tuple(input_ids[row, own].tolist()),
                 tuple(position_ids[row, own].tolist()),
                 context_of(context, row, batch),
+                () if order is None else tuple(order[row, own].tolist()),
             )
         place = seen.setdefault(key, len(first))
         if place == len(first):
@@ -145,23 +181,23 @@ def read_prompt(
         lengths=own_lengths,
         contexts=_contexts([context_of(context, row, batch) for row in first], own_lengths),
         next_positions=tuple(int(position_ids[row, -1]) + 1 for row in first),
-        input_ids=None if input_ids is None else input_ids[first, :columns].cpu(),
+        input_ids=None if input_ids is None else input_ids[first],
+        order=None if order is None else order[first],
     )
     return prompt, torch.tensor(rows)
 
 
-def check_left_padded(real: Tensor) -> None:
-    """Refuse a mask `[B, N]` (bool) in which padding follows a token.
+def left_padding_order(real: Tensor) -> Tensor | None:
+    """`[B, N]`: the columns of each row, its padding first and its tokens after it, both in their order.
 
-    Raises:
-        InvalidInputError: It does in some row, which the error names.
+    Args:
+        real: `[B, N]`, bool, which columns hold a token.
+
+    Returns: None if all rows are left-padded already.
     """
-    for row in (real[:, :-1] & ~real[:, 1:]).any(1).nonzero()[:, 0].tolist():
-        raise InvalidInputError(
-            f"expected padding on the left, but row {row} of attention_mask has a zero after a one: set "
-            "tokenizer.padding_side = 'left' (cache.prefill takes right padding too); if this is a padded follow-up "
-            "turn after max_new_tokens=1, call report() before it"
-        )
+    if not (real[:, :-1] & ~real[:, 1:]).any():
+        return None
+    return real.int().argsort(dim=1, stable=True)
 
 
 def plain_context(context: Context | None) -> list[tuple[int, int]] | None:
@@ -226,7 +262,7 @@ def left_pad(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, 
     Returns: the left-padded ids and mask `[B, N]`. A mask without padding becomes None.
 
     Raises:
-        InvalidInputError: A shape is wrong, the prompt or a row is empty, or padding lies between tokens of a row.
+        InvalidInputError: A shape is wrong, or the prompt is empty.
     """
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.numel() == 0:
         got = [*input_ids.shape] if isinstance(input_ids, Tensor) else f"a {type(input_ids).__name__}"
@@ -240,15 +276,5 @@ def left_pad(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, 
     mask = attention_mask.bool()
     if mask.all():
         return input_ids, None
-    for row, real in enumerate(mask):
-        places = real.nonzero()[:, 0]
-        if len(places) == 0:
-            raise InvalidInputError(
-                f"row {row} of the prompt has no tokens: its attention mask is all zero; leave the row out"
-            )
-        if int(places[-1] - places[0]) + 1 != len(places):
-            raise InvalidInputError(
-                f"expected padding only before or after a row's tokens, but row {row} of attention_mask has a hole"
-            )
-    order = mask.int().argsort(dim=1, stable=True)  # padding comes first, and tokens keep their order
-    return input_ids.gather(1, order), mask.gather(1, order)
+    order = left_padding_order(mask)
+    return (input_ids, mask) if order is None else (input_ids.gather(1, order), mask.gather(1, order))

@@ -57,6 +57,8 @@ def write_snapshot(snapshot: Snapshot, folder: Path, target: PreTrainedModel) ->
     layers: list[dict[str, Any]] = []
     if kept.packed is not None:
         tensors["kept"] = kept.packed
+    if kept.prompt.order is not None:
+        tensors["order"] = kept.prompt.order
     for index, layer in enumerate(snapshot.layers):
         if not isinstance(layer, PrunedLayer):
             layers.append({"kind": "sliding", "seen": layer.get_seq_length()})
@@ -80,7 +82,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path, target: PreTrainedModel) ->
         "weights": weights_fingerprint(target),
         "dtype": str(target.dtype),
         "policy": snapshot.policy.to_dict(),
-        "prompt": dataclasses.asdict(kept.prompt),
+        "prompt": dataclasses.asdict(dataclasses.replace(kept.prompt, order=None)),
         **snapshot.options,
         "seconds": snapshot.usage.seconds,
         "devices": snapshot.usage.devices,
@@ -175,6 +177,7 @@ def _kept(prompt: dict[str, Any] | None, tensors: dict[str, Tensor], geometry: M
             contexts=tuple((start, stop) for start, stop in prompt["contexts"]),
             next_positions=tuple(prompt["next_positions"]),
             input_ids=None,
+            order=tensors.get("order"),
         ),
         tensors["rows"],
         geometry,

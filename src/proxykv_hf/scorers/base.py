@@ -83,6 +83,17 @@ class Observation:
     pads: tuple[int, ...] = ()
     firsts: tuple[int, ...] = ()
 
+    def in_order(self, order: Tensor) -> Observation:
+        """The observation of a whole prompt with its columns in another order `[B, N]`: its padding on the left."""
+        across = order.to(self.query.device)[:, None, :, None]
+        key, hidden = self.key, self.hidden
+        return dataclasses.replace(
+            self,
+            query=self.query.gather(2, across.expand_as(self.query)),
+            key=None if key is None else key.gather(2, across.expand_as(key)),
+            hidden=None if hidden is None else hidden.gather(1, across[:, 0].expand_as(hidden)),
+        )
+
     def without_states(self, query: Tensor) -> Observation:
         """A copy to keep: with another ``query``, and without ``key`` and ``hidden``, which are large."""
         return dataclasses.replace(self, query=query, key=None, hidden=None)
