@@ -1,4 +1,4 @@
-"""Padding on the right and masks with holes: each row is as if it were alone."""
+"""Masks with padding on the right and with holes: each row is pruned as if it were alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def policy(ratio=0.4, **kwargs):
 
 
 def batch(kind):
-    """The rows' own tokens, and ids, mask and position ids `[3, COLUMNS]`; what is masked holds other tokens."""
+    """The rows' own tokens, and ids, mask and position ids `[3, COLUMNS]`. Masked columns hold random other tokens."""
     places = MASKS[kind]
     rows = [random_ids(1, len(own), seed=number)[0] for number, own in enumerate(places)]
     ids, mask = random_ids(3, COLUMNS, seed=9), torch.zeros(3, COLUMNS, dtype=torch.long)
@@ -47,7 +47,7 @@ def batch(kind):
 
 
 def follow_up(mask, seed=5):
-    """The next forward's tokens and what it is given."""
+    """The new tokens of the next forward, and all its arguments."""
     new = random_ids(3, NEW, seed=seed)
     grown = torch.cat([mask, torch.ones(3, NEW, dtype=torch.long)], dim=1)
     return new, {"input_ids": new, "attention_mask": grown, "position_ids": (grown.cumsum(1) - 1)[:, -NEW:]}
@@ -76,7 +76,7 @@ def test_logits_equal_the_masked_reference_of_each_row(kind, allocation, holes):
             for layer in full:
                 expected = [head.nonzero()[:, 0].tolist() for head in keep[layer]]
                 assert [head.tolist() for head in cache.kept_indices(layer, number)] == expected
-            if kind not in ("gemma2", "gemma3"):  # their sliding windows count columns, not tokens: see below
+            if kind not in ("gemma2", "gemma3"):  # their sliding windows count columns, not tokens
                 expected = Reference(model).logits(ReferenceRow(row.tolist(), keep), new[number].tolist())
                 torch.testing.assert_close(ours[number], expected, atol=1e-4, rtol=1e-4)
 
@@ -84,7 +84,7 @@ def test_logits_equal_the_masked_reference_of_each_row(kind, allocation, holes):
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("holes", MASKS)
-def test_with_everything_kept_it_is_dynamic_cache(kind, allocation, holes):
+def test_with_everything_kept_the_cache_equals_dynamic_cache(kind, allocation, holes):
     model = tiny_model(kind)
     _, inputs = batch(holes)
     plain = DynamicCache(config=model.config)
@@ -113,8 +113,6 @@ def test_every_scorer_keeps_of_a_row_what_it_keeps_of_the_row_alone(name, holes)
         call_forward(model, cache=cache, use_cache=True, **inputs)
         together = [[cache.kept_indices(layer, row) for layer in range(3)] for row in range(3)]
     for number, row in enumerate(rows):
-        if name == "random" and number:  # its scores are drawn row after row
-            continue
         with ProxyPrunedCache(model, scorer, policy(), strict=True) as cache:
             call_forward(model, input_ids=row[None], cache=cache, use_cache=True)
             for layer in range(3):
@@ -125,7 +123,7 @@ def test_every_scorer_keeps_of_a_row_what_it_keeps_of_the_row_alone(name, holes)
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 @pytest.mark.parametrize("ratio", [0.4, 1.0])
 @pytest.mark.parametrize("holes", MASKS)
-def test_generate_goes_on_and_answers_as_each_row_alone(holes, ratio, allocation):
+def test_generate_keeps_of_each_row_what_it_keeps_of_the_row_alone(holes, ratio, allocation):
     model = with_proxykv(tiny_model())
     rows, inputs = batch(holes)
     options = {"max_new_tokens": 6, "do_sample": False}
@@ -135,7 +133,7 @@ def test_generate_goes_on_and_answers_as_each_row_alone(holes, ratio, allocation
         with ProxyPrunedCache(model, RandomScorer(), policy(1.0, allocation=allocation)) as cache:
             assert torch.equal(model.generate(ids, attention_mask=mask, cache=cache, **options), plain)
         return
-    # A decoder continues after the last column: where that is padding, the first new token follows a made-up one.
+    # Only what is kept is compared: the first new token follows the last column, which may be padding.
     with ProxyPrunedCache(model, SnapKVScorer(8), policy(allocation=allocation), strict=True) as cache:
         model.generate(ids, attention_mask=mask, cache=cache, **options)
         assert cache.report().seen_tokens == [len(row) + 5 for row in rows]
@@ -206,7 +204,7 @@ def test_a_whole_cache_with_holes_is_cropped_into_its_prompt():
             torch.testing.assert_close(keys, cache.layers[0].keys[row, 1, own])
 
 
-def test_copies_of_a_row_under_unlike_masks_keep_their_own():
+def test_rows_of_the_same_tokens_under_different_masks_give_the_same_logits():
     model = tiny_model()
     row = random_ids(1, 20)[0]
     ids, mask = torch.zeros(2, 24, dtype=torch.long), torch.zeros(2, 24, dtype=torch.long)
@@ -244,7 +242,7 @@ def test_a_plain_cache_is_pruned_by_any_mask(allocation):
         torch.testing.assert_close(ours[number], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_chunked_prompt_with_holes_is_scored_by_who_does_not_observe():
+def test_a_chunked_prompt_with_holes_is_scored_only_by_scorers_that_do_not_observe():
     model = tiny_model()
     rows, inputs = batch("both")
 
@@ -269,15 +267,13 @@ def test_a_chunked_prompt_with_holes_is_scored_by_who_does_not_observe():
             for ours, expected in zip(kept[number], cache.kept_indices(1), strict=True):
                 assert torch.equal(ours, expected)
     with ProxyPrunedCache(model, SnapKVScorer(8), policy()) as cache:
-        with pytest.warns(
-            ProxyKVWarning, match="a chunked prompt whose mask has padding on the right or holes cannot be"
-        ):
+        with pytest.warns(ProxyKVWarning, match="expected left padding for a scorer that observes a chunked prompt"):
             report = chunks(cache)
         assert report.fallback is not None
         assert report.bytes_kept >= report.bytes_full
 
 
-def test_a_row_that_is_masked_whole_is_refused_and_the_cache_stays_usable():
+def test_a_row_without_tokens_is_refused_and_the_cache_stays_usable():
     model = tiny_model()
     ids, mask = random_ids(2, 10), torch.ones(2, 10, dtype=torch.long)
     mask[1] = 0

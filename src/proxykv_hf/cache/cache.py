@@ -27,7 +27,7 @@ from .prefill import Schedule
 from .prompt import Context, left_pad, read_prompt
 from .prunable import PrunableCache
 from .pruning import warn_over_budget
-from .report import CacheReport, Usage
+from .report import CacheReport, Usage, bytes_if_whole
 from .retention import RetentionPolicy, check_policy, policy_or_ratio
 from .scores import checked_scores
 from .snapshot import Snapshot, read_snapshot, write_snapshot
@@ -120,14 +120,12 @@ class ProxyPrunedCache(PrunableCache):
             target: The model that generates.
             tokenizer: The target's tokenizer. It is compared with the proxy's.
             policy: How much of the prompt is kept. Give ``policy`` or ``retention_ratio``, not both.
-            retention_ratio: The share of the context's KV pairs that is kept, in (0, 1]. 0.3 if neither
-                ``retention_ratio`` nor ``policy`` is given.
+            retention_ratio: The share of the context's KV pairs that is kept, in (0, 1]. By default 0.3.
             context: The part of the prompt that may be evicted, see `ProxyPrunedCache`. By default the whole prompt.
             strict: Raise an error if scoring fails, instead of leaving the cache uncompressed with a warning.
             timeout: Seconds to wait for scores; None waits as long as it takes.
             schedule: When the proxy runs, see `ProxyPrunedCache`.
-            proxy: A folder, a Hub id or a loaded model, in place of the proxy that the mapper's config names. See
-                `ProxyScorer.from_pretrained`.
+            proxy: A folder, a Hub id or a loaded model, in place of the proxy that the mapper's config names.
             revision: The mapper's revision on the Hub.
             device: The device of a proxy that is loaded here. By default the target's device.
             dtype: The dtype of a proxy that is loaded here. By default the target's dtype.
@@ -137,8 +135,7 @@ class ProxyPrunedCache(PrunableCache):
             InvalidInputError: ``mapper`` holds no mapper, or torch cannot compute on ``device``.
             InvalidPolicyError: Both ``policy`` and ``retention_ratio`` are given, or the ratio is not valid.
             GeometryError: The mapper was trained for another target or proxy.
-            UnsupportedModelError: The target has no KV cache that can be pruned, or its first layers cannot be the
-                proxy.
+            UnsupportedModelError: The target's KV cache cannot be pruned, or its first layers cannot be the proxy.
             TypeError: ``target`` is not a loaded model.
         """
         from ..scorers.proxy import ProxyScorer
@@ -172,7 +169,7 @@ class ProxyPrunedCache(PrunableCache):
 
         Args:
             input_ids: `[B, N]`, the prompt.
-            attention_mask: `[B, N]`, with padding on the left or on the right; None without padding.
+            attention_mask: `[B, N]`, zero wherever a row has no token, on either side or in between, or None.
             context: The part of this prompt that may be evicted. By default the cache's ``context``.
             prune: If false, the cache stays whole, and `compress` makes pruned copies of it.
             scorers: Scorers by name, which all score this one prefill. By default the cache's own scorer. Only allowed
@@ -190,9 +187,7 @@ class ProxyPrunedCache(PrunableCache):
         self._check_usable()
         self._life.check_empty()
         if scorers is not None and prune:
-            raise InvalidInputError(
-                "expected scorers only with prune=False, got them with prune=True: pass prune=False"
-            )
+            raise InvalidInputError("expected prune=False with scorers, got prune=True: pass prune=False")
         input_ids, attention_mask = left_pad(input_ids, attention_mask)
         context = self.context if context is None else context
         shape = (input_ids.shape[0], input_ids.shape[1])
@@ -312,12 +307,7 @@ class ProxyPrunedCache(PrunableCache):
 
     def _options(self) -> dict[str, Any]:
         """The constructor's arguments that a saved cache holds too."""
-        return {
-            "context": self.context,
-            "strict": self.strict,
-            "timeout": self.timeout,
-            "schedule": self.schedule,
-        }
+        return {"context": self.context, "strict": self.strict, "timeout": self.timeout, "schedule": self.schedule}
 
     def _take_over(self, layers: list[Any], kept: Kept | None, usage: Usage) -> None:
         """Take the content of another cache; then this cache is ready, or empty if the other one is."""
@@ -346,14 +336,14 @@ class ProxyPrunedCache(PrunableCache):
         return self._kept.indices(layer, row)
 
     def kept_pairs(self, layer: int, row: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """The K and V that a full-attention layer holds, head by head, whether its heads are ragged or not.
+        """The K and V that one full-attention layer holds for a row, head by head, for every allocation.
 
         Args:
             layer: The layer's index in the model.
             row: The batch row.
 
-        Returns: for each KV head K `[K, D]` and V `[K, Dv]`: the prompt's kept tokens and all later ones, in their
-            order, without padding. Some are views of the cache's own memory: do not write to them.
+        Returns: for each KV head, K `[K, D]` and V `[K, Dv]` of the prompt's kept tokens and of all later tokens, in
+            order and without padding. They may be views of the cache's memory, so do not write to them.
 
         Raises:
             CacheStateError: The cache is empty.
@@ -383,7 +373,7 @@ class ProxyPrunedCache(PrunableCache):
         return CacheReport(
             seen_tokens=seen,
             kept_tokens=kept,
-            bytes_full=sum(map(_bytes_full, self.layers)),
+            bytes_full=sum(map(bytes_if_whole, self.layers)),
             bytes_kept=storage_bytes(list(self.tensors())),
             bytes_peak=self._usage.bytes_peak,
             bytes_peak_proxy=self._usage.bytes_peak_proxy,
@@ -457,15 +447,3 @@ class ProxyPrunedCache(PrunableCache):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.target).__name__}, {self.policy}, {self._life.phase.value})"
-
-
-def _bytes_full(layer: Any) -> int:
-    """Bytes that the layer would hold if it had kept everything it has seen."""
-    if not layer.is_initialized:
-        return 0
-    if not isinstance(layer, PrunedLayer):
-        return int(layer.keys.nbytes + layer.values.nbytes)
-    assert layer.storage is not None
-    keys, values = layer.storage.keys, layer.storage.values
-    per_token = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
-    return int(keys.shape[0] * layer.get_seq_length() * per_token)

@@ -36,7 +36,8 @@ def prune_dynamic_cache(
         target: The model that made the cache. It is needed if heads or rows keep different numbers of KV pairs
             (``allocation="global"``, or padding). Its attention implementation is then replaced until the cache is
             garbage-collected.
-        attention_mask: `[B, N]` over all tokens that the cache holds, left-padded; None without padding.
+        attention_mask: `[B, N]` over all tokens that the cache holds, zero wherever a row has no token. None without
+            padding.
         context: The part that may be evicted: one span ``(start, stop)`` for all rows or one per row, in the row's own
             positions (padding is not counted). By default everything.
 

@@ -91,9 +91,9 @@ def check_input(call: Mapping[str, Any], rows: int, seen: int) -> tuple[int, int
 
 
 def returns_attentions(call: Mapping[str, Any], model: nn.Module) -> bool:
-    """Whether a forward returns attention matrices: eager attention asked for them, by the call or by the config.
+    """Whether a forward returns attention matrices: the call or the config asks for them, and attention is eager.
 
-    Other back ends have none to return, as in transformers.
+    As in transformers, other back ends return none.
     """
     asked = call.get("output_attentions")
     config: Any = model.config

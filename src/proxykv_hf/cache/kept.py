@@ -109,7 +109,7 @@ class Kept:
         return [head.nonzero()[:, 0] - self.prompt.pads[distinct] for head in mask]
 
     def places(self) -> dict[int, Tensor]:
-        """For each full-attention layer, the cache's columns `[B, H, P]` that each head of a batch row keeps."""
+        """For each full-attention layer, which of the cache's columns each head of a batch row keeps: `[B, H, P]`."""
         masks = self.prompt.in_cache(self.mask())[self.rows]
         return {layer: masks[:, place] for place, layer in enumerate(self.geometry.full_layers)}
 

@@ -165,7 +165,10 @@ class Prefill:
         seen = replace(observation, pads=self._pads, firsts=self._firsts)
         order = None if self._mask is None else left_padding_order(self._mask.bool())
         if order is not None and len(self._chunks) > 1:
-            reason = "a chunked prompt whose mask has padding on the right or holes cannot be observed"
+            reason = (
+                "expected left padding for a scorer that observes a chunked prompt, got an attention_mask with padding "
+                "on the right or holes: pad on the left, or prefill in one forward"
+            )
             self._fail(next(iter(observers)), InvalidInputError(reason))
             return
         if order is not None:

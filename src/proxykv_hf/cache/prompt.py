@@ -20,8 +20,8 @@ Context = tuple[int, int] | Sequence[tuple[int, int]]
 class Prompt:
     """A prompt of R distinct rows and P columns. Copies of a row count once.
 
-    Whatever the model was given, the columns of a prompt, of scores and of a kept mask are left-padded. ``order`` says
-    where the cache has them: it differs where a mask has padding on the right, or holes.
+    The columns of a prompt, of scores and of a kept mask are always left-padded. The cache has its columns in the order
+    of the model's input. ``order`` maps the one to the other if the mask has padding on the right, or holes.
 
     Args:
         columns: P, the number of columns.
@@ -29,7 +29,7 @@ class Prompt:
         contexts: `[R]`, the span of each row that may be evicted.
         next_positions: `[R]`, the position id that follows each row.
         input_ids: `[R, P]`, or None if the prompt came as embeddings.
-        order: `[R, P]`, the cache's column of each column; None if all are the same.
+        order: `[R, P]`, the cache's column for each column of the prompt; None if both are the same.
     """
 
     columns: int
@@ -50,18 +50,18 @@ class Prompt:
         return any(self.pads)
 
     def in_cache(self, values: Tensor) -> Tensor:
-        """Values `[R, ..., P]` by the prompt's columns, put in the order of the cache's columns."""
+        """Move values `[R, ..., P]` from the prompt's columns to the cache's columns."""
         if self.order is None:
             return values
         order = self.order.to(values.device).view(len(values), *(1,) * (values.ndim - 2), -1).expand_as(values)
         return torch.empty_like(values).scatter_(-1, order, values)
 
     def real(self) -> Tensor:
-        """`[R, P]`, bool, by the cache's columns: which of them hold a token of the row."""
+        """`[R, P]`, bool, which of the cache's columns hold a token of the row."""
         return self.in_cache(torch.arange(self.columns) >= torch.tensor(self.pads)[:, None])
 
     def own_columns(self, row: int) -> Tensor:
-        """`[n]`: the cache's columns of a distinct row's tokens, in their order."""
+        """`[n]`, the cache's columns that hold the tokens of a distinct row, in the tokens' order."""
         columns = torch.arange(self.columns) if self.order is None else self.order[row]
         return columns[self.pads[row] :]
 
@@ -124,8 +124,8 @@ def read_prompt(
     Args:
         input_ids: `[B, P]`, or with more columns. None if tokens do not tell what a row holds (a prompt of embeddings,
             images beside the text); then every row is distinct.
-        attention_mask: `[B, P]`, or with more columns: zero on the left, on the right and in between, wherever a row
-            has no token. None without padding.
+        attention_mask: `[B, P]`, or with more columns, zero wherever a row has no token, on either side or in between.
+            None without padding.
         position_ids: `[B, P]`, or with more columns. None if positions count columns.
         context: See `Context`. None for the whole of each row.
         shape: ``(B, P)``.
@@ -188,12 +188,12 @@ def read_prompt(
 
 
 def left_padding_order(real: Tensor) -> Tensor | None:
-    """`[B, N]`: the columns of each row, its padding first and its tokens after it, both in their order.
+    """The order of columns that moves the padding of each row to the left, and keeps the order of its tokens.
 
     Args:
         real: `[B, N]`, bool, which columns hold a token.
 
-    Returns: None if all rows are left-padded already.
+    Returns: the column numbers `[B, N]`, or None if all rows are left-padded already.
     """
     if not (real[:, :-1] & ~real[:, 1:]).any():
         return None

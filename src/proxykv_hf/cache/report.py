@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from .layers import PrunedLayer
+
 
 @dataclass
 class Usage:
@@ -78,6 +80,18 @@ class CacheReport:
         if self.fallback is not None:
             lines.append(f"fallback uncompressed: {self.fallback}")
         return "\n".join(lines)
+
+
+def bytes_if_whole(layer: Any) -> int:
+    """Bytes that a layer would hold if it had kept everything it has seen."""
+    if not layer.is_initialized:
+        return 0
+    if not isinstance(layer, PrunedLayer):
+        return int(layer.keys.nbytes + layer.values.nbytes)
+    assert layer.storage is not None
+    keys, values = layer.storage.keys, layer.storage.values
+    per_token = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
+    return int(keys.shape[0] * layer.get_seq_length() * per_token)
 
 
 def _join(numbers: list[int]) -> str:
