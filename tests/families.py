@@ -40,6 +40,15 @@ def make_family(name: str, common: dict[str, Any] = COMMON, model: str | None = 
     return getattr(transformers, model or f"{name}ForCausalLM")(config).eval()
 
 
+def make_gpt_oss() -> PreTrainedModel:
+    """Every second layer has a sliding window, and all have attention sinks, which matter here."""
+    model = make_family("GptOss", num_local_experts=2, num_experts_per_tok=1, head_dim=8, sliding_window=8)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, mean=1.0)
+    return model
+
+
 #: The architectures whose cache can be pruned.
 WORKING = {
     "phi3": lambda: make_family("Phi3"),
@@ -50,6 +59,7 @@ WORKING = {
     "gpt-neox": lambda: make_family("GPTNeoX", NO_KV_HEADS),
     "gpt2": lambda: make_family("GPT2", SMALL_GPT2, "GPT2LMHeadModel"),
     "qwen3-moe": lambda: make_family("Qwen3Moe", **SMALL_MOE),
+    "gpt-oss": lambda: make_gpt_oss(),
     "falcon": lambda: make_family("Falcon", NO_KV_HEADS, num_kv_heads=2, new_decoder_architecture=True),
     "falcon-mqa": lambda: make_family("Falcon", NO_KV_HEADS),
 }

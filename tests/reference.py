@@ -71,7 +71,11 @@ class Reference:
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             logits[~see[head // group]] = -torch.inf
-            weights.append(logits.softmax(-1))
+            if (sinks := kwargs.get("s_aux")) is None:
+                weights.append(logits.softmax(-1))
+            else:  # a logit of its own, whose weight goes nowhere
+                sink = sinks[head].double().expand(total, 1)
+                weights.append(torch.cat([logits, sink], dim=1).softmax(-1)[:, :total])
             outputs.append(weights[-1] @ value[0, head // group].double())
         module._reference_weights = torch.stack(weights).to(query.dtype)
         return torch.stack(outputs, dim=1)[None].to(query.dtype), None

@@ -60,6 +60,8 @@ def kvzip_twin(
         for layer, weights in enumerate(matrices):
             own = weights[:, len(prompt) :]
             seen = [*range(min(sinks, first)), *range(first, last), *range(len(prompt), len(prompt) + len(repeat))]
-            share = own[:, :, first:last] / own[:, :, seen].sum(-1, keepdim=True)
-            scores[layer, :, first:last] = share.unflatten(0, (heads, -1)).amax(dim=(1, 2))
+            sink = 1 - own.double().sum(-1, keepdim=True)  # what an attention sink takes
+            sink[sink < 1e-5] = 0  # rounding, where there is none
+            share = own[:, :, first:last] / (own.double()[:, :, seen].sum(-1, keepdim=True) + sink)
+            scores[layer, :, first:last] = share.unflatten(0, (heads, -1)).amax(dim=(1, 2)).float()
     return scores

@@ -59,7 +59,6 @@ def test_observers_are_shown_the_hidden_states_of_other_families(name):
     [
         ("falcon-alibi", f"a mask for each head|{OWN_WAY}"),
         ("bloom", OWN_WAY),
-        ("gpt-oss", "the model's attention uses 's_aux'"),
         ("diffllama", "attends to other values than it cached"),
         ("doge", "a mask for each head"),
         ("openai-gpt", "stored nothing in its cache"),
@@ -70,7 +69,6 @@ def test_a_model_that_cannot_be_pruned_is_refused_with_the_reason(name, message)
     model = {
         "falcon-alibi": lambda: make_family("Falcon", NO_KV_HEADS, alibi=True),
         "bloom": lambda: make_family("Bloom", {"vocab_size": 260, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-        "gpt-oss": lambda: make_family("GptOss", num_local_experts=2, num_experts_per_tok=1, head_dim=8),
         "diffllama": lambda: make_family("DiffLlama"),
         "doge": lambda: make_family("Doge", keep_window_size=8),
         "openai-gpt": lambda: make_family("OpenAIGPT", SMALL_GPT2 | {"afn": "gelu"}, "OpenAIGPTLMHeadModel"),

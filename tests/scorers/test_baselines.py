@@ -308,7 +308,7 @@ def test_random_scores_are_uniform_and_do_not_depend_on_query_heads(group):
 # ---------------------------------------------------------------- undoing the rotation
 
 
-@pytest.mark.parametrize("name", [*sorted(set(WORKING) - {"gpt2"}), "llama3", "yarn"])
+@pytest.mark.parametrize("name", [*sorted(set(WORKING) - {"gpt2", "gpt-oss"}), "llama3", "yarn"])
 def test_undone_queries_are_those_before_the_rotation(name, monkeypatch):
     import sys
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import WORKING
 from tiny import pad_left, random_ids, random_scores, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 from watcher import Watcher
@@ -20,6 +21,7 @@ from proxykv_hf import (
     SnapKVScorer,
 )
 from proxykv_hf._compat import call_forward
+from proxykv_hf.attention.logits import causal_weights
 from proxykv_hf.chat import chat_affixes
 
 POLICY = RetentionPolicy(0.3, sink_tokens=0, recent_tokens=0)
@@ -43,6 +45,30 @@ def test_kvzip_equals_whole_attention_matrices(kind, group, chunk_tokens, contex
         if kind_of_layer == "full_attention":
             torch.testing.assert_close(ours[0, layer], twin[layer], atol=1e-4, rtol=1e-4)
             assert twin[layer].amax() > 0.05
+
+
+def test_attention_sinks_take_their_share_of_every_score():
+    """gpt-oss: the weights of a query do not sum to one."""
+    model, ids = WORKING["gpt-oss"](), random_ids(1, 60)
+    full = [layer for layer, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
+    whole = [attentions(model, ids)[layer].double() for layer in full]
+    assert all(weights.sum(-1).max() < 0.99 for weights in whole)
+    with_chunks = scores_of(model, KVzipScorer(chunk_tokens=25), ids)[0]
+    twin = kvzip_twin(model, ids[0].tolist(), (0, 60), 25)
+    snapkv = scores_of(model, SnapKVScorer(8, kernel_size=1), ids)[0]
+    for layer, weights in zip(full, whole, strict=True):
+        torch.testing.assert_close(with_chunks[layer], twin[layer], atol=1e-5, rtol=1e-4)
+        votes = weights.unflatten(0, (2, -1))[:, :, -8:, :-8].mean((1, 2))
+        torch.testing.assert_close(snapkv[layer, :, :-8].double(), votes, atol=1e-6, rtol=1e-4)
+    query, key = torch.randn(4, 20, 8), torch.randn(2, 20, 8)
+    sinks = torch.randn(4)
+    logits = torch.einsum("qid,qjd->qij", query, key.repeat_interleave(2, 0)) * 0.5
+    logits.masked_fill_(torch.ones(20, 20).triu(1).bool(), -torch.inf)
+    plain = torch.cat([logits, sinks[:, None, None].expand(-1, 20, 1)], -1).softmax(-1)[..., :-1]
+    found = torch.zeros(2, 2, 20, 20)
+    for head, start, stop, weights in causal_weights(query, key, 0.5, None, sinks=sinks):
+        found[head, :, start:stop, :stop] = weights
+    torch.testing.assert_close(found.flatten(0, 1), plain)
 
 
 def test_kvzip_can_ask_in_other_words():

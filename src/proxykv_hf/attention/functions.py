@@ -28,7 +28,7 @@ AttentionOutput = tuple[Tensor, Tensor | None]
 Backend = Callable[..., AttentionOutput]
 
 #: Keywords of attention functions that change the weights and that only the back end can honour.
-UNSUPPORTED_KEYWORDS = ("s_aux", "position_bias")
+UNSUPPORTED_KEYWORDS = ("position_bias",)
 
 
 @dataclass(slots=True)
@@ -62,6 +62,11 @@ class AttentionCall:
     def softcap(self) -> float | None:
         """Cap of the logits (Gemma 2), or None."""
         return self.kwargs.get("softcap")
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """`[Q]`, the logit of each query head's attention sink (gpt-oss), or None."""
+        return self.kwargs.get("s_aux")
 
     def by_backend(self) -> AttentionOutput:
         """Let the back end compute the attention."""

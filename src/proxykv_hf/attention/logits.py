@@ -33,8 +33,28 @@ def logits(query: Tensor, key: Tensor, softcap: float | None) -> Tensor:
     return products if softcap is None else (products / softcap).tanh() * softcap
 
 
+def attention_weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax over the last dimension. An attention sink takes a share of it and gives nothing (gpt-oss).
+
+    Args:
+        logits: `[..., q, N]`, float32.
+        sinks: The logit of each row's sink, `[..., 1, 1]` or another shape that fits `[..., q, 1]`; None without sinks.
+    """
+    if sinks is None:
+        return logits.softmax(-1)
+    sinks = sinks.float()
+    largest = torch.maximum(logits.amax(-1, keepdim=True), sinks)
+    shares = (logits - largest).exp()
+    return shares / (shares.sum(-1, keepdim=True) + (sinks - largest).exp())
+
+
 def causal_weights(
-    query: Tensor, key: Tensor, scaling: float | None, softcap: float | None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Iterator[tuple[int, int, int, Tensor]]:
     """The weights of causal attention, block by block, so that there is never an N x N tensor.
 
@@ -45,6 +65,7 @@ def causal_weights(
         softcap: Cap of the logits, or None.
         window: The window in tokens of a sliding-window layer: a query sees this many last keys, including its own
             token's. None for full attention.
+        sinks: `[Q]`, the logit of each query head's attention sink, or None.
 
     Yields: a KV head, ``start``, ``stop``, and weights `[G, stop - start, stop]`, float32: those that the queries of
         tokens ``start`` to ``stop`` give to all keys before ``stop``, for each of the G query heads of the group.
@@ -62,4 +83,5 @@ def causal_weights(
             logits[:, :, start:].masked_fill_(places[start:stop] > places[start:stop, None], -math.inf)
             if window is not None:
                 logits.masked_fill_(places[:stop] <= places[start:stop, None] - window, -math.inf)
-            yield head, start, stop, logits.softmax(-1)
+            own_sinks = None if sinks is None else sinks.view(heads, group, 1, 1)[head]
+            yield head, start, stop, attention_weights(logits, own_sinks)

@@ -29,7 +29,7 @@ from ..chat import chat_affixes, encode
 from ..geometry import ModelGeometry, device_of
 from .functions import AttentionCall, AttentionOutput
 from .lease import Lease
-from .logits import scaled_logits
+from .logits import attention_weights, scaled_logits
 from .passing import PassingLayer
 
 RECIPE = "kvzip-1"
@@ -183,13 +183,20 @@ class _ScoringLayer(_ReadOnlyLayer):
         start, stop = self.chunk
         key = call.key[0]
         seen_keys = torch.cat([key[:, : self.sinks], key[:, start:stop]], dim=1)
-        scores = largest_attention(call.query[0], seen_keys, key[:, self.seen :], call.scaling, call.softcap)
+        scores = largest_attention(
+            call.query[0], seen_keys, key[:, self.seen :], call.scaling, call.softcap, call.sinks
+        )
         self.scores = scores[:, self.sinks :]
         return call.by_backend()
 
 
 def largest_attention(
-    query: Tensor, seen_keys: Tensor, own_keys: Tensor, scaling: float | None, softcap: float | None
+    query: Tensor,
+    seen_keys: Tensor,
+    own_keys: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The largest weight that each seen key gets from any query of its group, `[H, S]`, float32.
 
@@ -199,6 +206,7 @@ def largest_attention(
         own_keys: `[H, q, D]`, the keys of the queries' own tokens, which they see causally.
         scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: Cap of the logits, or None.
+        sinks: `[Q]`, the logit of each query head's attention sink, or None.
     """
     heads, seen, _ = seen_keys.shape
     grouped = query.unflatten(0, (heads, -1))  # [H, G, q, D]
@@ -209,5 +217,6 @@ def largest_attention(
         visible = seen + int(block[-1]) + 1  # later keys are masked for the whole block
         logits = scaled_logits(grouped[:, :, block], keys[:, :, :visible], scaling, softcap)
         logits[..., seen:].masked_fill_(places[: visible - seen] > block[:, None], float("-inf"))
-        best = torch.maximum(best, logits.softmax(-1)[..., :seen].amax(dim=(1, 2)))
+        own_sinks = None if sinks is None else sinks.view(heads, -1, 1, 1)
+        best = torch.maximum(best, attention_weights(logits, own_sinks)[..., :seen].amax(dim=(1, 2)))
     return best

@@ -127,6 +127,7 @@ class PrunedLayer(DynamicLayer):
                     scaling=call.scaling,
                     softcap=call.softcap,
                     columns=call.key.shape[2],
+                    sinks=call.sinks,
                 )
             )
         if not isinstance(self.storage, RaggedStorage):
@@ -134,7 +135,7 @@ class PrunedLayer(DynamicLayer):
             if weights is not None and self.places is not None and self.offset:
                 weights = spread_weights(weights, self.places)
             return output, weights
-        arguments = (call.query, self.storage, call.attention_mask, call.scaling, call.softcap)
+        arguments = (call.query, self.storage, call.attention_mask, call.scaling, call.softcap, call.sinks)
         weights = None
         if self.places is not None:  # the block may hold later tokens too, see `share_rows`
             later = self.offset - self.places.shape[2]

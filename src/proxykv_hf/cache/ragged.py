@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..attention.logits import logits
+from ..attention.logits import attention_weights, logits
 from .storage import RaggedStorage
 
 #: The most logits that are held at once, in elements.
@@ -39,6 +39,7 @@ def ragged_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest tokens over everything that is stored.
 
@@ -48,6 +49,7 @@ def ragged_attention(
         attention_mask: The mask of the tail, see `tail_mask`.
         scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: ``c`` of ``c * tanh(logits / c)`` (Gemma 2), or None.
+        sinks: `[Q]`, the logit of each query head's attention sink, or None.
 
     Returns: the output `[B, q, Q, Dv]`.
     """
@@ -67,12 +69,17 @@ def ragged_attention(
                 given = given[..., : given.shape[-1] - unseen]
                 given = given[..., start:stop, :] if given.ndim == 4 else given
             mask = tail_mask(given, batch, stop - start, columns - unseen, query.device)
-        outputs.append(_some_queries(query[:, :, start:stop] * scale, storage, columns - unseen, mask, softcap))
+        outputs.append(_some_queries(query[:, :, start:stop] * scale, storage, columns - unseen, mask, softcap, sinks))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _some_queries(
-    query: Tensor, storage: RaggedStorage, columns: int, mask: Tensor | None, softcap: float | None
+    query: Tensor,
+    storage: RaggedStorage,
+    columns: int,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute `ragged_attention` for so few queries that all their logits can be held at once.
 
@@ -82,6 +89,7 @@ def _some_queries(
         columns: T, the number of first columns of the tail that these queries may see.
         mask: `[B, q, T]`, bool; None if every query sees all T columns.
         softcap: Cap of the logits, or None.
+        sinks: `[Q]`, the logit of each query head's attention sink, or None.
 
     Returns: the output `[B, q, Q, Dv]`.
     """
@@ -91,15 +99,22 @@ def _some_queries(
     tail = logits(grouped, keys, softcap)  # [B, H, G*q, T]
     if mask is not None:
         tail.unflatten(2, (-1, queries)).masked_fill_(~mask[:, None, None], -math.inf)
-    if _suits_varlen(grouped, storage, softcap) and (varlen := varlen_attention()) is not None:
+    if sinks is not None:
+        sinks = sinks.view(keys.shape[1], -1, 1).expand(-1, -1, queries).flatten(1)  # [H, G*q]
+    if sinks is None and _suits_varlen(grouped, storage, softcap) and (varlen := varlen_attention()) is not None:
         output = _all_heads(grouped, tail, values, storage, varlen)
     else:
-        output = _head_by_head(grouped, tail, values, storage, softcap)
+        output = _head_by_head(grouped, tail, values, storage, softcap, sinks)
     return output.reshape(batch, -1, queries, output.shape[-1]).transpose(1, 2).contiguous()
 
 
 def _head_by_head(
-    grouped: Tensor, tail: Tensor, tail_values: Tensor, storage: RaggedStorage, softcap: float | None
+    grouped: Tensor,
+    tail: Tensor,
+    tail_values: Tensor,
+    storage: RaggedStorage,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute the output head by head.
 
@@ -109,10 +124,11 @@ def _head_by_head(
         tail_values: `[B, H, T, Dv]`, the values of the tail.
         storage: The storage whose block is read.
         softcap: Cap of the logits, or None.
+        sinks: `[H, r]`, the logit of each query's attention sink, or None.
 
     Returns: the output `[B, H, r, Dv]`.
     """
-    found = [_distinct_row(row, grouped[at], tail[at], storage, softcap) for row, at in storage.members]
+    found = [_distinct_row(row, grouped[at], tail[at], storage, softcap, sinks) for row, at in storage.members]
     if len(found) == 1:
         output, tail_weights = found[0]
     else:
@@ -124,7 +140,7 @@ def _head_by_head(
 
 
 def _distinct_row(
-    row: int, grouped: Tensor, tail: Tensor, storage: RaggedStorage, softcap: float | None
+    row: int, grouped: Tensor, tail: Tensor, storage: RaggedStorage, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """For n copies of a row: the block's part of the output `[n, H, r, Dv]`, and the tail's weights `[n, H, r, T]`.
 
@@ -134,17 +150,19 @@ def _distinct_row(
         tail: `[n, H, r, T]`, the logits of the copies' tails.
         storage: The storage whose block is read.
         softcap: Cap of the logits, or None.
+        sinks: `[H, r]`, or None.
     """
     copies, heads, rows, _ = grouped.shape
     outputs, rests = [], []
-    for (keys, values), queries, late in zip(
+    for (keys, values), queries, late, sink in zip(
         storage.block.heads[row],
         grouped.transpose(0, 1).flatten(1, 2).unbind(),
         tail.transpose(0, 1).flatten(1, 2).unbind(),
+        [None] * heads if sinks is None else sinks.repeat(1, copies).unsqueeze(-1).unbind(),  # each [n*r, 1]
         strict=True,
     ):
         block = logits(keys, queries, softcap).t()  # [n*r, K]; BLAS is fastest with the tall matrix on the left
-        weights = torch.cat([block, late], dim=1).softmax(-1).to(grouped.dtype)
+        weights = attention_weights(torch.cat([block, late], dim=1), sink).to(grouped.dtype)
         outputs.append(_weighted_sum(weights[:, : len(keys)], values))
         rests.append(weights[:, len(keys) :])
     shape = (heads, copies, rows, -1)

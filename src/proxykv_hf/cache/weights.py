@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention.logits import scaled_logits
+from ..attention.logits import attention_weights, scaled_logits
 from .ragged import tail_mask
 from .storage import RaggedStorage
 
@@ -38,6 +38,7 @@ def ragged_weights(
     attention_mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
+    sinks: Tensor | None,
     places: Tensor,
 ) -> Tensor:
     """The weights of `ragged.ragged_attention`, at the columns of everything that was seen.
@@ -48,6 +49,7 @@ def ragged_weights(
         attention_mask: The mask of the tail, see `ragged.tail_mask`.
         scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: Cap of the logits, or None.
+        sinks: `[Q]`, the logit of each query head's attention sink, or None.
         places: `[B, H, P]`, bool, which of the P columns before the tail each head keeps.
 
     Returns: `[B, Q, q, P + T]`, in the query's dtype. Zero where a KV pair was evicted.
@@ -64,7 +66,8 @@ def ragged_weights(
             late = scaled_logits(query[row, mine], storage.keys[row, head], scaling, softcap)
             late = late.masked_fill(~visible[row], float("-inf"))
             logits = torch.cat([scaled_logits(query[row, mine], keys, scaling, softcap), late], dim=-1)
-            weights = logits.softmax(-1).to(query.dtype)
+            own_sinks = None if sinks is None else sinks[mine].view(-1, 1, 1)
+            weights = attention_weights(logits, own_sinks).to(query.dtype)
             whole[row, mine, :, :prompt][:, :, places[row, head]] = weights[..., : len(keys)]
             whole[row, mine, :, prompt:] = weights[..., len(keys) :]
     return whole

@@ -201,14 +201,20 @@ class _FeatureLayer(PassingLayer):
     def attend(self, call: AttentionCall) -> AttentionOutput:
         assert self.place is not None
         features, output = received_attention(
-            call.query[0], call.key[0], call.value[0], call.scaling, call.softcap, self.window
+            call.query[0], call.key[0], call.value[0], call.scaling, call.softcap, self.window, call.sinks
         )
         self.place.copy_(features)
         return output.transpose(0, 1)[None].contiguous(), None
 
 
 def received_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weight that each token receives from later tokens outside its neighbourhood, and the attention's output.
 
@@ -222,6 +228,7 @@ def received_attention(
         scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: Cap of the logits, or None.
         window: The window in tokens of a sliding-window layer, or None.
+        sinks: `[Q]`, the logit of each query head's attention sink, or None.
 
     Returns: the features `[3 * Q, n]`, float32, on a log scale, and the output `[Q, n, Dv]`.
     """
@@ -230,7 +237,7 @@ def received_attention(
     largest, total, last = (query.new_zeros((heads, group, tokens), dtype=torch.float32) for _ in range(3))
     output = query.new_empty(heads, group, tokens, value.shape[2])
     places = torch.arange(tokens, device=query.device)
-    for head, start, stop, weights in causal_weights(query, key, scaling, softcap, window):
+    for head, start, stop, weights in causal_weights(query, key, scaling, softcap, window, sinks):
         output[head, :, start:stop] = (weights.flatten(0, 1).to(value.dtype) @ value[head, :stop]).unflatten(
             0, (group, -1)
         )

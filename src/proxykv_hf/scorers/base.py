@@ -59,6 +59,8 @@ class ScoringRequest:
 class Observation:
     """What the cache shows to an observing scorer: one full-attention layer in one forward of the prefill.
 
+    Padding is always on the left: if the attention mask has padding on the right or holes, the columns are reordered.
+
     Args:
         layer: The layer's index in the model.
         query: `[B, Q, q, D]`, the queries of this forward's tokens after RoPE. Copies of rows and padding are included.
@@ -67,6 +69,7 @@ class Observation:
         scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: Cap of the logits (Gemma 2), or None.
         columns: N, the number of columns so far.
+        sinks: `[Q]`, the logit of each query head's attention sink (gpt-oss), or None.
         pads: `[B]`, the number of padding columns of each batch row so far. It is N in a row that is all padding. Empty
             without padding.
         firsts: `[B]`, for each batch row, the first row with the same content so far. Later chunks may make such rows
@@ -80,11 +83,16 @@ class Observation:
     scaling: float | None
     softcap: float | None
     columns: int
+    sinks: Tensor | None = None
     pads: tuple[int, ...] = ()
     firsts: tuple[int, ...] = ()
 
     def in_order(self, order: Tensor) -> Observation:
-        """The observation of a whole prompt with its columns in another order `[B, N]`: its padding on the left."""
+        """The observation of a whole prompt with its columns reordered.
+
+        Args:
+            order: `[B, N]`, the column to take for each new column.
+        """
         across = order.to(self.query.device)[:, None, :, None]
         key, hidden = self.key, self.hidden
         return dataclasses.replace(

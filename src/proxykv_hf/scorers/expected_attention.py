@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..attention.logits import attention_weights
 from ..attention.rotary import Rotary
 from ..errors import InvalidInputError
 from .base import Observation, ScorerRun, ScoringRequest, WholeCache
@@ -81,13 +82,13 @@ class _ExpectedAttentionRun(ObservingRun[Moments]):
     def __init__(self, scorer: ExpectedAttentionScorer, rotary: Rotary, request: ScoringRequest) -> None:
         super().__init__(request)
         self.scorer, self.rotary = scorer, rotary
-        self.logits: dict[int, float | None] = {}  # by layer, the factor of the dot product
+        self.logits: dict[int, tuple[float | None, Tensor | None]] = {}  # by layer, the dot product's factor and sinks
 
     def fold(
         self, observation: Observation, row: int, pad: int, start: int, stop: int, before: Moments | None
     ) -> Moments | None:
         layer, moments = observation.layer, before
-        self.logits[layer] = observation.scaling
+        self.logits[layer] = (observation.scaling, observation.sinks)
         first = observation.columns - observation.query.shape[2]
         for begin in range(max(start, pad + self.scorer.sink_tokens), stop, TOKEN_BLOCK):
             end = min(begin + TOKEN_BLOCK, stop)
@@ -111,13 +112,15 @@ class _ExpectedAttentionRun(ObservingRun[Moments]):
                 turn = self.rotary.mean_turn(layer, future, keys.shape[2])
                 with torch.autocast(keys.device.type, enabled=False):
                     weights = expected_weights(
-                        keys, moments.mean @ turn, turn.T @ moments.covariance @ turn, self.logits[layer]
+                        keys, moments.mean @ turn, turn.T @ moments.covariance @ turn, *self.logits[layer]
                     )
                 scores[row, layer, :, own:] = (weights + self.scorer.epsilon) * values.float().norm(dim=-1)
         return scores
 
 
-def expected_weights(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float | None) -> Tensor:
+def expected_weights(
+    keys: Tensor, mean: Tensor, covariance: Tensor, scaling: float | None, sinks: Tensor | None = None
+) -> Tensor:
     """The expected attention weights of Gaussian queries, as the mean over the query heads of a group.
 
     Args:
@@ -125,6 +128,7 @@ def expected_weights(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: fl
         mean: `[Q, D]`, the mean of the queries.
         covariance: `[Q, D, D]`, the covariance of the queries.
         scaling: Factor of the dot product; None for ``D ** -0.5``.
+        sinks: `[Q]`, the logit of each query head's attention sink, or None.
 
     Returns: `[H, n]`, float32.
     """
@@ -137,4 +141,4 @@ def expected_weights(keys: Tensor, mean: Tensor, covariance: Tensor, scaling: fl
             block = keys[head, start : start + TOKEN_BLOCK].float() * factor  # [m, D]
             spread = torch.einsum("gmd,md->gm", block @ covariance[head], block)
             exponents[head, :, start : start + TOKEN_BLOCK] = mean[head] @ block.T + spread / 2
-    return exponents.softmax(-1).mean(1)
+    return attention_weights(exponents, None if sinks is None else sinks.view(heads, -1, 1)).mean(1)

@@ -59,7 +59,7 @@ class _H2ORun(ObservingRun[Tensor]):
         first = observation.columns - observation.query.shape[2]
         query = observation.query[row, :, start - first : stop - first]
         key = observation.key[row, :, pad:stop]
-        received = received_attention(query, key, observation.scaling, observation.softcap)
+        received = received_attention(query, key, observation.scaling, observation.softcap, observation.sinks)
         if before is not None:
             received[:, : before.shape[1]] += before
         return received
@@ -76,7 +76,9 @@ class _H2ORun(ObservingRun[Tensor]):
         return scores
 
 
-def received_attention(query: Tensor, key: Tensor, scaling: float | None, softcap: float | None) -> Tensor:
+def received_attention(
+    query: Tensor, key: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None = None
+) -> Tensor:
     """The attention that each key receives: the sum over some queries, and the mean over the query heads of a group.
 
     Args:
@@ -84,12 +86,13 @@ def received_attention(query: Tensor, key: Tensor, scaling: float | None, softca
         key: `[H, N, D]`.
         scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: Cap of the logits, or None.
+        sinks: `[Q]`, the logit of each query head's attention sink, or None.
 
     Returns: `[H, N]`, float32.
     """
     heads, tokens, _ = key.shape
     received = query.new_zeros(heads, tokens, dtype=torch.float32)
-    for head, _, stop, weights in causal_weights(query, key, scaling, softcap):
+    for head, _, stop, weights in causal_weights(query, key, scaling, softcap, sinks=sinks):
         received[head, :stop] += weights.sum(1).mean(0)
     return received
 

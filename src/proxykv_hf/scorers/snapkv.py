@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention.logits import scaled_logits
+from ..attention.logits import attention_weights, scaled_logits
 from ..errors import InvalidInputError
 from .base import Observation, ScorerRun, ScoringRequest, WholeCache
 
@@ -72,7 +72,7 @@ class _SnapKVRun(ScorerRun):
                 query = last.query[cache.batch_row(row), :, columns]
                 keys = states[layer][0][0]
                 scores[row, layer, :, prompt.pads[row] :] = window_scores(
-                    query, keys, self.scorer.kernel_size, last.scaling, last.softcap
+                    query, keys, self.scorer.kernel_size, last.scaling, last.softcap, last.sinks
                 )
         return scores
 
@@ -81,7 +81,12 @@ class _SnapKVRun(ScorerRun):
 
 
 def window_scores(
-    query: Tensor, keys: Tensor, kernel_size: int, scaling: float | None, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    kernel_size: int,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The scores of one layer for one row.
 
@@ -94,6 +99,7 @@ def window_scores(
         kernel_size: The number of tokens that the average pooling spans.
         scaling: Factor of the dot product; None for ``D ** -0.5``.
         softcap: Cap of the logits, or None.
+        sinks: `[Q]`, the logit of each query head's attention sink, or None.
 
     Returns: `[H, n]`, float32.
     """
@@ -101,7 +107,9 @@ def window_scores(
     window = query.shape[1]
     logits = scaled_logits(query.unflatten(0, (heads, -1)), keys.unsqueeze(1), scaling, softcap)  # [H, G, w, n]
     later = torch.ones(window, tokens, dtype=torch.bool, device=keys.device).triu(tokens - window + 1)
-    votes = logits.masked_fill_(later, -math.inf).softmax(-1).mean(2)[..., : tokens - window]  # [H, G, n - w]
+    own_sinks = None if sinks is None else sinks.view(heads, -1, 1, 1)
+    weights = attention_weights(logits.masked_fill_(later, -math.inf), own_sinks)
+    votes = weights.mean(2)[..., : tokens - window]  # [H, G, n - w]
     if votes.shape[-1]:
         votes = F.avg_pool1d(votes, kernel_size, stride=1, padding=kernel_size // 2)
     own = 2 + torch.arange(window, dtype=votes.dtype, device=votes.device)
