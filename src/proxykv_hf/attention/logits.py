@@ -34,7 +34,7 @@ def logits(query: Tensor, key: Tensor, softcap: float | None) -> Tensor:
 
 
 def attention_weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """The softmax over the last dimension. An attention sink takes a share of it and gives nothing (gpt-oss).
+    """The softmax over the last dimension. An attention sink (gpt-oss) takes a share of the weight, but has no value.
 
     Args:
         logits: `[..., q, N]`, float32.

@@ -150,7 +150,7 @@ def _distinct_row(
         tail: `[n, H, r, T]`, the logits of the copies' tails.
         storage: The storage whose block is read.
         softcap: Cap of the logits, or None.
-        sinks: `[H, r]`, or None.
+        sinks: `[H, r]`, the logit of each query's attention sink, or None.
     """
     copies, heads, rows, _ = grouped.shape
     outputs, rests = [], []
