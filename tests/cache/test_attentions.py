@@ -114,7 +114,8 @@ def test_layers_note_no_places_for_a_forward_without_attention_matrices():
         model = tiny_model(attention=attention)
         with ProxyPrunedCache(model, RandomScorer(), policy()) as cache:
             cache.prefill(random_ids(1, TOKENS))
-            call_forward(model, input_ids=random_ids(1, 2), output_attentions=asked, cache=cache)
+            out = call_forward(model, input_ids=random_ids(1, 2), output_attentions=asked, cache=cache)
+            assert not any(weights is not None for weights in out.attentions or ())
             assert all(layer.places is None for layer in cache.layers)
 
 

@@ -148,6 +148,12 @@ def test_a_missing_foreign_or_damaged_file_is_refused_with_the_reason(tmp_path):
     save_file(tensors, path, metadata=metadata)
     with pytest.raises(CacheStateError, match=r"lacks '1.keys'"):
         ProxyPrunedCache.load(tmp_path, target=model)
+    path.write_bytes(whole)
+    header = json.loads(metadata["proxykv"])
+    header["policy"]["later"] = 1
+    save_file(load_file(path), path, metadata={"proxykv": json.dumps(header)})
+    with pytest.raises(CacheStateError, match=r"'later'.*load it with the version of proxykv-hf that saved it"):
+        ProxyPrunedCache.load(tmp_path, target=model)
     save_file({"a": torch.zeros(1)}, path)
     with pytest.raises(CacheStateError, match="format 1, got None"):
         ProxyPrunedCache.load(tmp_path, target=model)

@@ -98,6 +98,7 @@ class Prefill:
         self._runs = runs
         self._chunks: list[Tensor | None] = []
         self._mask: Tensor | None = None
+        self._order: Tensor | None = None  # see `left_padding_order`, of the mask so far
         self._pads: tuple[int, ...] = ()  # padding columns of each batch row so far
         self._firsts: tuple[int, ...] = ()  # see `Observation`
         self._positions: list[Tensor] = []
@@ -163,16 +164,15 @@ class Prefill:
         if not observers:
             return
         seen = replace(observation, pads=self._pads, firsts=self._firsts)
-        order = None if self._mask is None else left_padding_order(self._mask.bool())
-        if order is not None and len(self._chunks) > 1:
+        if self._order is not None and len(self._chunks) > 1:
             reason = (
                 "expected left padding for a scorer that observes a chunked prompt, got an attention_mask with padding "
                 "on the right or holes: pad on the left, or prefill in one forward"
             )
             self._fail(next(iter(observers)), InvalidInputError(reason))
             return
-        if order is not None:
-            seen = seen.in_order(order)
+        if self._order is not None:
+            seen = seen.in_order(self._order)
         for name, run in observers.items():
             try:
                 run.observe(seen)
@@ -216,6 +216,7 @@ class Prefill:
         self._chunks.append(call.get("input_ids"))
         self._positions.append(positions.expand(shape[0], -1).cpu())
         self._mask = mask
+        self._order = None if mask is None else left_padding_order(mask.bool())
         self._pads = () if mask is None else tuple((~mask.bool()).sum(1).tolist())
         self._firsts = self._first_copies()
 

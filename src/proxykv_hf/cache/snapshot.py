@@ -152,8 +152,13 @@ def read_snapshot(folder: Path, target: PreTrainedModel) -> Snapshot:
             options={name: header[name] for name in ("context", "strict", "timeout", "schedule")},
             usage=Usage(header["devices"], header["seconds"], fallback=header["fallback"]),
         )
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise CacheStateError(f"{path} lacks {error}, which format {FORMAT} has: save the cache again") from error
+    except TypeError as error:  # a field of the policy that this version does not know, say
+        raise CacheStateError(
+            f"expected what this version knows of format {FORMAT} in {path}, got more ({error}): load it with the version "
+            "of proxykv-hf that saved it"
+        ) from error
 
 
 def _move(tensors: dict[str, Tensor], header: dict[str, Any], target: PreTrainedModel) -> None:
