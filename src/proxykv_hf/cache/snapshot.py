@@ -156,8 +156,8 @@ def read_snapshot(folder: Path, target: PreTrainedModel) -> Snapshot:
         raise CacheStateError(f"{path} lacks {error}, which format {FORMAT} has: save the cache again") from error
     except TypeError as error:  # a field of the policy that this version does not know, say
         raise CacheStateError(
-            f"expected what this version knows of format {FORMAT} in {path}, got more ({error}): load it with the version "
-            "of proxykv-hf that saved it"
+            f"expected what this version knows of format {FORMAT} in {path}, got more ({error}): load it with the "
+            "version of proxykv-hf that saved it"
         ) from error
 
 
