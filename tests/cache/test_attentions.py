@@ -120,6 +120,36 @@ def test_layers_note_no_places_for_a_forward_without_attention_matrices():
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("hidden", [[], [0, 1, 2], [27, 28, 29], [0, 5, 6, 29]], ids=["none", "left", "right", "holes"])
+def test_prefill_and_a_plain_forward_have_the_same_columns(hidden, ratio):
+    model = tiny_model(attention="eager")
+    ids, mask = random_ids(2, TOKENS), torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, hidden] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    grown = torch.cat([mask, torch.ones(2, NEW, dtype=torch.long)], dim=1)
+    more = {"attention_mask": grown, "position_ids": (grown.cumsum(1) - 1)[:, -NEW:]}
+    found = []
+    for by_prefill in (True, False):
+        with ProxyPrunedCache(model, RandomScorer(), policy(ratio), strict=True) as cache:
+            if by_prefill:
+                cache.prefill(ids, mask)
+            else:
+                call_forward(model, input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache)
+                cache.report()
+            out = call_forward(model, input_ids=random_ids(2, NEW, seed=1), output_attentions=True, cache=cache, **more)
+        found.append(out)
+    assert torch.equal(found[0].logits, found[1].logits)
+    for one, other in zip(found[0].attentions, found[1].attentions, strict=True):
+        assert torch.equal(one, other)
+        assert not one[0, ..., hidden].any()
+    if ratio == 1.0:
+        plain = DynamicCache(config=model.config)
+        call_forward(model, input_ids=ids, attention_mask=mask, position_ids=positions, cache=plain, use_cache=True)
+        expected = call_forward(model, input_ids=random_ids(2, NEW, seed=1), cache=plain, **more)
+        assert torch.equal(found[0].logits, expected.logits)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_kept_pairs_are_those_of_a_whole_cache_at_the_kept_positions(padded, allocation, ratio):

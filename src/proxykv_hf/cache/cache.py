@@ -24,7 +24,7 @@ from .kept import Kept
 from .layers import PrunedLayer
 from .phase import Phase
 from .prefill import Schedule
-from .prompt import Context, left_pad, read_prompt
+from .prompt import Context, checked_ids, read_prompt
 from .prunable import PrunableCache
 from .pruning import warn_over_budget
 from .report import CacheReport, Usage, bytes_if_whole
@@ -169,7 +169,8 @@ class ProxyPrunedCache(PrunableCache):
 
         Args:
             input_ids: `[B, N]`, the prompt.
-            attention_mask: `[B, N]`, zero wherever a row has no token, on either side or in between, or None.
+            attention_mask: `[B, N]`, zero wherever a row has no token, on either side or in between, or None. Padding
+                is moved to the left if the target has sliding windows.
             context: The part of this prompt that may be evicted. By default the cache's ``context``.
             prune: If false, the cache stays whole, and `compress` makes pruned copies of it.
             scorers: Scorers by name, which all score this one prefill. By default the cache's own scorer. Only allowed
@@ -188,10 +189,12 @@ class ProxyPrunedCache(PrunableCache):
         self._life.check_empty()
         if scorers is not None and prune:
             raise InvalidInputError("expected prune=False with scorers, got prune=True: pass prune=False")
-        input_ids, attention_mask = left_pad(input_ids, attention_mask)
+        has_windows = any(self.geometry.sliding_windows)  # a window counts columns, padding between tokens too
+        input_ids, attention_mask = checked_ids(input_ids, attention_mask, move_padding=has_windows)
         context = self.context if context is None else context
-        shape = (input_ids.shape[0], input_ids.shape[1])
-        read_prompt(input_ids, attention_mask, None, context, shape)  # refuses a wrong context before the target runs
+        read_prompt(
+            input_ids, attention_mask, None, context, tuple(input_ids.shape)
+        )  # refuses a wrong context before the target runs
         device = device_of(self.target.get_input_embeddings())
         inputs: dict[str, Any] = {"input_ids": input_ids.to(device)}
         if attention_mask is not None:

@@ -102,7 +102,8 @@ class Kept:
         """
         if layer not in self.geometry.full_layers:
             raise InvalidInputError(
-                f"expected a full-attention layer, one of {list(self.geometry.full_layers)}, got layer {layer}"
+                f"expected a full-attention layer, one of {list(self.geometry.full_layers) or 'none'}, got layer "
+                f"{layer}: layers with sliding windows are not pruned"
             )
         distinct = int(self.rows[row])
         mask = self.mask()[distinct, self.geometry.full_layers.index(layer)]

@@ -252,14 +252,13 @@ def _contexts(spans: Sequence[tuple[int, int] | None], lengths: Sequence[int]) -
     return tuple(contexts)
 
 
-def left_pad(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Move the padding of every row to the left.
+def checked_ids(input_ids: Tensor, attention_mask: Tensor | None, move_padding: bool) -> tuple[Tensor, Tensor | None]:
+    """A prompt's ids and mask `[B, N]`, if their shapes fit; a mask without padding becomes None.
 
     Args:
         input_ids: `[B, N]`.
         attention_mask: `[B, N]` or None.
-
-    Returns: the left-padded ids and mask `[B, N]`. A mask without padding becomes None.
+        move_padding: Whether the padding of every row is moved to the left.
 
     Raises:
         InvalidInputError: A shape is wrong, or the prompt is empty.
@@ -276,5 +275,5 @@ def left_pad(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, 
     mask = attention_mask.bool()
     if mask.all():
         return input_ids, None
-    order = left_padding_order(mask)
+    order = left_padding_order(mask) if move_padding else None
     return (input_ids, mask) if order is None else (input_ids.gather(1, order), mask.gather(1, order))
