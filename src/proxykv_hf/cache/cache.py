@@ -192,16 +192,15 @@ class ProxyPrunedCache(PrunableCache):
         has_windows = any(self.geometry.sliding_windows)  # a window counts columns, padding between tokens too
         input_ids, attention_mask = checked_ids(input_ids, attention_mask, move_padding=has_windows)
         context = self.context if context is None else context
-        read_prompt(
-            input_ids, attention_mask, None, context, tuple(input_ids.shape)
-        )  # refuses a wrong context before the target runs
+        batch, columns = input_ids.shape
+        read_prompt(input_ids, attention_mask, None, context, (batch, columns))  # refuses a wrong context at once
         device = device_of(self.target.get_input_embeddings())
         inputs: dict[str, Any] = {"input_ids": input_ids.to(device)}
         if attention_mask is not None:
             mask = attention_mask.to(device)
             inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         self._prefill = self._new_prefill(context, scorers, strict=not prune)
-        self._prefill.expected = input_ids.shape[1] if prune else None
+        self._prefill.expected = columns if prune else None
         try:
             call_forward(self.target, cache=self, use_cache=True, logits_to_keep=1, **inputs)
             return self._settle(prune)
