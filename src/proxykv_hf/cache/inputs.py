@@ -104,8 +104,8 @@ def returns_attentions(call: Mapping[str, Any], model: nn.Module) -> bool:
 def mask_as_held(mask: Tensor | None, prompt: Prompt, rows: Tensor) -> Tensor | None:
     """Move the padding in a continuation's attention mask to where the cache has it.
 
-    For a target with sliding windows ``prefill`` moves padding to the left, while the caller's mask may still show it on
-    the right. All later tokens see all KV pairs that were kept, so a mask cannot hide other tokens of the prompt.
+    For a target with sliding windows ``prefill`` moves padding to the left, while the caller's mask may still show it
+    elsewhere. All later tokens see all KV pairs that were kept, so a mask cannot hide other tokens of the prompt.
 
     Args:
         mask: `[B, N]` over all tokens, seen and new, or None.
